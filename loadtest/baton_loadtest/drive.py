@@ -1,13 +1,13 @@
-"""The one driver of requests: clients over HTTP and gRPC, an open loop and a closed loop.
+"""Drives requests: clients over HTTP and gRPC, an open loop and a closed loop.
 
-A client makes a request of token ids (`prepare`) and asks it (`ask`). `OpenLoop` sends a workload's
-requests when they are due, whatever became of those before; `closed` keeps a number of requests
-open. Both return a `Sample` of each request, with the times of its tokens. Latencies count from
-when a request was due: what waits in this process, because the process or the server was busy, is
-waited for by a user as well (coordinated omission).
+A client builds a request of token ids (`prepare`) and sends it (`ask`). `OpenLoop` sends a
+workload's requests when they are due, independent of earlier ones; `closed` keeps a fixed number of
+requests open. Both return a `Sample` of each request, with the times of its tokens. Latencies count
+from when a request was due: a user also waits while this process or the server is busy (coordinated
+omission).
 
-httpx costs 70 times as much processor time a streamed request as the connection here (5 ms instead
-of 0.07 ms), and aiohttp 3 times as much; a load generator measures what it spends itself.
+httpx costs 70 times as much CPU time per streamed request as the connection here (5 ms instead of
+0.07 ms), and aiohttp 3 times as much; a load generator also measures the time that it uses itself.
 """
 
 from __future__ import annotations
@@ -46,28 +46,25 @@ UNENDED = "not ended"
 
 Ids: TypeAlias = "array[int]"
 OnTokens = Callable[[Sequence[int], int], None]
-"""Is called when tokens of an answer come: their ids, as far as they are known, and how many."""
+"""Called when tokens of an answer arrive, with their ids, as far as known, and their number."""
 
 AHEAD_TOKENS = 4_000_000
-"""Prompt tokens of requests that are made before they are due; about 15 bytes each."""
+"""Prompt tokens of requests that are built before they are due; about 15 bytes each."""
 
 CACHED_PIECES, LONGEST_CACHED = 2048, 4096
-"""Pieces of prompts that are kept, for many prompts begin with them, and the tokens of the longest
-such piece."""
+"""How many pieces of prompts are cached, because many prompts begin with them, and the tokens of
+the longest cached piece."""
 
 LONGEST_EVENT = 64 * 2**20
 """Bytes of a server-sent event; a longer one is a failure."""
 
 SPARE_S = 0.05
-"""So shortly before a request is due, no other request is made."""
-
-
-# What is asked.
+"""For this long before a request is due, no other request is built."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens in a row. Pieces of one key have equal tokens, as far as both reach."""
+    """Consecutive tokens. Pieces with one key have the same tokens, up to the shorter length."""
 
     key: str
     tokens: int
@@ -78,10 +75,10 @@ class Turn:
     """One request of a session."""
 
     pieces: tuple[Piece, ...]
-    """What the prompt has beyond the prompt and answer of the turn before."""
+    """The part of the prompt after the prompt and answer of the previous turn."""
     output_tokens: int
     pause_s: float = 0.0
-    """From the end of the answer before to when this turn is due."""
+    """Seconds between the end of the previous answer and the time when this turn is due."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -90,7 +87,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns of one conversation, the first of which is due at due_s."""
+    """The turns of one conversation. The first turn is due at due_s."""
 
     due_s: float
     turns: tuple[Turn, ...]
@@ -98,13 +95,13 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sessions in the order in which they are due."""
+    """Sessions, ordered by when they are due."""
 
     sessions: tuple[Session, ...]
     seconds: float
     """Sessions are due before this time."""
     shortened: int = 0
-    """Requests that were cut to a greatest length, and turns that were left out for it."""
+    """Requests that were cut to the maximum length, and turns that were left out because of it."""
 
     @property
     def requests(self) -> int:
@@ -112,9 +109,9 @@ class Workload:
 
 
 class TokenIds:
-    """Draws token ids from `first` to `last`, both included, the same for the same key and seed.
+    """Draws token ids from `first` to `last` inclusive, always the same for a key and seed.
 
-    A model has to know all of these ids, and none of them should be a special token.
+    The model must know all of these ids, and none should be a special token.
     """
 
     def __init__(self, seed: int, first: int, last: int) -> None:
@@ -140,45 +137,42 @@ class TokenIds:
 
 
 ORDINARY = (64, 1899)
-"""The first and last of token ids that are ordinary in most vocabularies."""
+"""The first and last of a range of token ids that are ordinary in most vocabularies."""
 
 
 def random_prompts(seed: int, requests: int, tokens: int) -> list[Ids]:
-    """Prompts of one length, no two of which share a prefix."""
+    """Returns prompts of one length, no two of which share a prefix."""
     ids = TokenIds(seed, *ORDINARY)
     return [ids.prompt([Piece(str(number), tokens)]) for number in range(requests)]
 
 
-# What became of it.
-
-
 @dataclass(slots=True)
 class Sample:
-    """What became of one request, as its client saw it. Times are in seconds from the run's
-    beginning."""
+    """The outcome of one request, as its client saw it. Times are seconds from the start of the
+    run."""
 
     due_s: float
-    """When it should have left."""
+    """When it should have been sent."""
     prompt_tokens: int = 0
     turn: int = 0
-    """Its number within its session."""
+    """Its index within its session."""
     left_s: float = 0.0
-    """When it left."""
+    """When it was sent."""
     first_s: float = 0.0
-    """When its first token came."""
+    """When its first token arrived."""
     last_s: float = 0.0
-    """When its last token came."""
+    """When its last token arrived."""
     ended_s: float = 0.0
     tokens: int = 0
     gaps_s: array[float] = field(default_factory=lambda: array("d"))
-    """From one token to the next; 0 between tokens that came together."""
+    """Times between consecutive tokens; 0 between tokens that arrived together."""
     ids: list[int] = field(default_factory=list)
-    """Of the answer, where they are asked for."""
+    """The answer's token ids, if they are kept."""
     end: str = UNENDED
     """ANSWERED in full, REFUSED, NOT_SENT, UNENDED, or the kind of error."""
 
     def add(self, at_s: float, num_tokens: int) -> None:
-        """Notes that so many tokens came, at least one."""
+        """Records the arrival of at least one token."""
         if self.tokens:
             self.gaps_s.append(at_s - self.last_s)
         else:
@@ -194,23 +188,23 @@ class Sample:
 
     @property
     def lag_s(self) -> float:
-        """How much later it left than it was due."""
+        """How much later it was sent than it was due."""
         return max(0.0, self.left_s - self.due_s)
 
     @property
     def between_s(self) -> float:
-        """From one token to the next, on average."""
+        """The mean time between tokens."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
     @property
     def events_s(self) -> list[float]:
-        """The times at which tokens came."""
+        """The times at which tokens arrived."""
         gaps = (gap for gap in self.gaps_s if gap)
         return list(accumulate(gaps, initial=self.first_s)) if self.tokens else []
 
     def meets(self, first_s: float, between_s: float) -> bool:
-        """Whether it was answered in full and in time: the first token, counted from when the
-        request was due, and the others after it on average."""
+        """Returns whether it was answered in full and within both limits: the time to the first
+        token, counted from when it was due, and the mean time between tokens."""
         return (
             self.end == ANSWERED
             and self.first_s - self.due_s <= first_s
@@ -218,21 +212,18 @@ class Sample:
         )
 
 
-# Clients.
-
-
 class LoadClient(Protocol):
-    """Asks a server. Many calls of `ask` may run at a time."""
+    """Sends requests to a server. Many calls of `ask` may run concurrently."""
 
     def prepare(self, ids: Sequence[int], output_tokens: int) -> Any:
-        """Makes a request, which is greedy and of a length known in advance."""
+        """Builds a greedy request with an answer of known length."""
 
     async def ask(self, request: Any, on_tokens: OnTokens) -> str:
-        """Sends it, and returns its end as Sample.end has it."""
+        """Sends a request and returns its end, with the values of Sample.end."""
 
 
 class _Closing:
-    """A client that is closed when its block ends."""
+    """A client that is closed at the end of its `async with` block."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -246,7 +237,7 @@ class _Closing:
 
 @dataclass(slots=True)
 class HttpHead:
-    """The beginning of an answer."""
+    """Status and headers of an answer."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -258,9 +249,9 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.usable = True
-        """For a further request, as far as is known."""
+        """Whether another request can be sent, as far as is known."""
         self.answered = False
-        """Whether anything at all came of the last request."""
+        """Whether any byte of an answer to the last request arrived."""
         self._parser = httptools.HttpResponseParser(self)
         self._on_body: Callable[[bytes], None] | None = None
         self._done: asyncio.Future[None] | None = None
@@ -278,10 +269,10 @@ class HttpConnection(asyncio.Protocol):
         return connection
 
     async def ask(self, request: bytes, on_body: Callable[[bytes], None]) -> HttpHead:
-        """Returns when the answer has ended.
+        """Sends a request and returns when the answer has ended.
 
-        on_body: gets the pieces of a body of status 200 as they come; it must not raise. Raises
-        ConnectionLost; then, and when it is cancelled, the connection is of no more use.
+        on_body: called with the pieces of a body of status 200 as they arrive; it must not raise.
+        Raises ConnectionLost. After that, or when cancelled, the connection is unusable.
         """
         if not self.usable or self._transport is None:
             raise ConnectionLost
@@ -303,7 +294,7 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # The event loop calls these.
+    # Callbacks of the event loop.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -323,7 +314,7 @@ class HttpConnection(asyncio.Protocol):
             self._done.set_exception(ConnectionLost())
         self.close()
 
-    # The parser calls these.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -358,21 +349,21 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class Events:
-    """Reads the server-sent events of one streamed completion, and counts its tokens.
+    """Parses the server-sent events of one streamed completion, and counts its tokens.
 
-    Where a server sends no ids, each event with text counts as one token.
+    If a server sends no token ids, each event with text counts as one token.
     """
 
     def __init__(self, on_tokens: OnTokens) -> None:
         self.done = False
         """Whether the answer ended with [DONE]."""
         self.failed = False
-        """Whether an event is an error, or cannot be read."""
+        """Whether an event was an error or malformed."""
         self._on_tokens = on_tokens
         self._unread = b""
 
     def feed(self, part: bytes) -> None:
-        """Takes more of the body, cut anywhere."""
+        """Processes the next part of the body, which may be split anywhere."""
         unread = self._unread + part if self._unread else part
         *events, self._unread = unread.replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._unread) > LONGEST_EVENT:
@@ -400,13 +391,13 @@ class Events:
 
 
 class HttpLoadClient(_Closing):
-    """Asks one server's /v1/completions, each open request on a connection of its own. Close it."""
+    """Uses one server's /v1/completions, with one connection per open request. Close it."""
 
     def __init__(
         self, access: Access, model: str = "", fields: Mapping[str, object] | None = None
     ) -> None:
-        """fields: more of every request's body. Raises InvalidArgument for what is no address, and
-        for a CA that is none."""
+        """fields: added to every request's body. Raises InvalidArgument for an invalid address or
+        CA."""
         self._host, self._port = split(access.address, "http")
         self._trust = trust(access.ca)
         self.header = f"host: {access.address}\r\n"
@@ -421,14 +412,14 @@ class HttpLoadClient(_Closing):
         }
         self._idle: list[HttpConnection] = []
         self.retry_after_s: list[float] = []
-        """What refusals gave as Retry-After."""
+        """The Retry-After values of refusals."""
 
     def prepare(self, ids: Sequence[int], output_tokens: int) -> bytes:
         body = {"prompt": list(ids), "max_tokens": output_tokens, **self._fields}
         return self.post("/v1/completions", body)
 
     def post(self, path: str, body: object) -> bytes:
-        """A request of any path."""
+        """Builds a request for any path."""
         text = msgspec.json.encode(body)
         head = f"POST {path} HTTP/1.1\r\n{self.header}content-type: application/json\r\n"
         return f"{head}content-length: {len(text)}\r\n\r\n".encode() + text
@@ -452,7 +443,7 @@ class HttpLoadClient(_Closing):
         return ANSWERED if events.done else "ended early"
 
     async def send(self, request: bytes, on_body: Callable[[bytes], None]) -> HttpHead:
-        """Any request, on a kept connection or a new one. Raises Unreachable, ConnectionLost."""
+        """Sends any request, on a kept or a new connection. Raises Unreachable, ConnectionLost."""
         while True:
             while self._idle and not self._idle[-1].usable:
                 self._idle.pop()
@@ -462,7 +453,7 @@ class HttpLoadClient(_Closing):
                 head = await connection.ask(request, on_body)
                 break
             except ConnectionLost:
-                # A server may end an idle connection at the moment when it is used again.
+                # A server may close an idle connection just when it is used again.
                 if kept is None or connection.answered:
                     raise
         if connection.usable:
@@ -480,7 +471,7 @@ class HttpLoadClient(_Closing):
 def greedy(
     prompt: Sequence[int] | str, output_tokens: int, model: str = ""
 ) -> inference_pb2.GenerateRequest:
-    """A request of a length known in advance, of token ids or of text."""
+    """Builds a request with an answer of known length, from token ids or text."""
     request = inference_pb2.GenerateRequest(
         model=model,
         options=inference_pb2.GenerationOptions(
@@ -498,19 +489,19 @@ def greedy(
 
 @dataclass(slots=True)
 class _Channel:
-    """A gRPC channel, which is one connection."""
+    """A gRPC channel with a single connection."""
 
     channel: grpc.aio.Channel
     generate: Any
     calls: int = 0
-    """That are open."""
+    """The number of open calls."""
 
 
 class GrpcLoadClient(_Closing):
-    """Asks one server's `Inference.Generate`. Close it."""
+    """Uses one server's `Inference.Generate`. Close it."""
 
     def __init__(self, access: Access, model: str = "") -> None:
-        """Raises InvalidArgument for what is no address."""
+        """Raises InvalidArgument for an invalid address."""
         split(access.address, "grpc")
         self._access, self._model = access, model
         self._metadata: Any = access.metadata
@@ -548,8 +539,8 @@ class GrpcLoadClient(_Closing):
         self._channels.clear()
 
     def _channel(self) -> _Channel:
-        """One that has room: a router serves so many calls of one connection at a time, and further
-        calls would wait in this process."""
+        """Returns a channel with room for a call: a server limits the concurrent calls of a
+        connection, and further calls would wait in this process."""
         for each in self._channels:
             if each.calls < PUBLIC_STREAMS:
                 return each
@@ -559,9 +550,6 @@ class GrpcLoadClient(_Closing):
         return self._channels[-1]
 
 
-# The closed loop.
-
-
 async def follow(
     client: LoadClient,
     request: Any,
@@ -569,9 +557,10 @@ async def follow(
     sample: Sample | None = None,
     timeout_s: float = 600.0,
 ) -> Sample:
-    """Asks one request to its end; its sample, which is filled in meanwhile, has its token ids.
+    """Sends one request, and returns its sample, with token ids, at the end of the answer. The
+    given sample is updated while the request runs.
 
-    began: what times count from, on the clock of time.perf_counter.
+    began: the start of the run, on the clock of time.perf_counter.
     """
     sample = Sample(time.perf_counter() - began) if sample is None else sample
     sample.left_s = time.perf_counter() - began
@@ -598,10 +587,10 @@ async def closed(
     seconds: float = math.inf,
     pause_s: float = 0.0,
 ) -> list[Sample]:
-    """Keeps so many requests open until there are no more, or until no more are begun after a time.
+    """Keeps `concurrency` requests open until there are no more, or starts none after `seconds`.
 
-    Their samples are in the order of the requests. pause_s: before the next one, of one that was
-    not answered.
+    Returns the samples in the order of the requests. pause_s: before the next request after one
+    that was not answered.
     """
     numbered = zip(count(), requests, strict=False)
     found: dict[int, Sample] = {}
@@ -624,9 +613,9 @@ async def closed(
 async def answers(
     address: str, prompts: Iterable[Sequence[int] | str], output_tokens: int, concurrency: int
 ) -> list[Sample]:
-    """Asks a router all of these prompts over gRPC, by a closed loop.
+    """Sends all prompts to a router over gRPC, in a closed loop.
 
-    Raises BatonError when a request is not answered in full.
+    Raises BatonError if a request is not answered in full.
     """
     async with GrpcLoadClient(Access(address)) as client:
         requests = [client.prepare(prompt, output_tokens) for prompt in prompts]
@@ -634,7 +623,7 @@ async def answers(
 
 
 def all_answered(samples: list[Sample]) -> list[Sample]:
-    """Raises BatonError when a request was not answered in full."""
+    """Returns the samples. Raises BatonError if a request was not answered in full."""
     for sample in samples:
         if sample.end != ANSWERED:
             raise BatonError(f"a request failed: {sample.end}")
@@ -642,11 +631,8 @@ def all_answered(samples: list[Sample]) -> list[Sample]:
 
 
 def tokens_per_second(samples: Sequence[Sample]) -> float:
-    """From the beginning to the last end."""
+    """Returns the rate from the start of the run to its last token."""
     return sum(one.tokens for one in samples) / max(one.ended_s for one in samples)
-
-
-# The open loop.
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,47 +640,47 @@ class Clock:
     """The clock of an open loop."""
 
     now: Callable[[], float] = time.perf_counter
-    """Seconds, growing evenly."""
+    """Seconds on a monotonic clock."""
     spin_s: float = 0.0015
-    """The end of a wait that is spent asking the clock again and again, because the timers of an
-    event loop count milliseconds."""
+    """The last part of a wait polls the clock, because an event loop's timers have a resolution of
+    milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadLimits:
-    """Bounds of an open loop."""
+    """Limits of an open loop."""
 
     open: int = 4096
-    """Requests at a time; further ones are not sent."""
+    """Maximum number of open requests; further ones are not sent."""
     request_s: float = 120.0
-    """Of one request."""
+    """Time limit of one request."""
     rest_s: float = 120.0
-    """From the last arrival to the end of all sessions."""
+    """Time from the last arrival to the end of all sessions."""
 
 
 @dataclass(slots=True)
 class Run:
-    """What an open loop did."""
+    """The result of an open loop."""
 
     samples: list[Sample]
     seconds: float
-    """That arrivals were drawn for."""
+    """The period for which arrivals were drawn."""
     not_asked: int = 0
-    """Turns that came to nothing, because the turn before was not answered in full or time was up.
+    """Turns that were never due, because the previous turn was not answered in full or time was up.
     """
     shortened: int = 0
-    """As Workload has it."""
+    """See Workload.shortened."""
     stopped: bool = False
-    """Whether it was stopped before its end."""
+    """Whether it was stopped early."""
     most_open: int = 0
-    """Requests that were open at a time, at most."""
+    """The largest number of concurrently open requests."""
 
 
 class OpenLoop:
     """Sends a workload's requests when they are due.
 
-    show: is called with the run and the number of open requests whenever a request is not sent or
-    ends.
+    show: called with the run and the number of open requests whenever a request ends or is not
+    sent.
     """
 
     def __init__(
@@ -715,11 +701,11 @@ class OpenLoop:
         self._fault: BaseException | None = None
 
     def stop(self) -> None:
-        """Nothing more is sent, and what is open is not waited for."""
+        """Sends no more requests and does not wait for open ones."""
         self._stopping.set()
 
     async def run(self, workload: Workload) -> Run:
-        """Ends rest_s after the last arrival at the latest."""
+        """Runs a workload, until rest_s after the last arrival at the latest."""
         run = Run([], workload.seconds, shortened=workload.shortened)
         ahead = _Ahead(self._client.prepare, self._token_ids, workload)
         await self._make(ahead, math.inf)
@@ -727,7 +713,7 @@ class OpenLoop:
         self._began = self._clock.now()
         try:
             for session in workload.sessions:
-                # The time until then is spent on the requests that follow.
+                # The wait is used to build the next requests.
                 await self._make(ahead, session.due_s - SPARE_S)
                 await self._until(session.due_s)
                 if self._stopping.is_set():
@@ -749,7 +735,7 @@ class OpenLoop:
         return run
 
     async def _make(self, ahead: _Ahead, until_s: float) -> None:
-        """Makes requests ahead as long as there is time and room. Other tasks run in between."""
+        """Builds requests ahead while there is time and room. Other tasks run in between."""
         while self._now() < until_s and not self._stopping.is_set():
             if not ahead.make():
                 return
@@ -821,14 +807,14 @@ class OpenLoop:
             sample.end = "no token"
 
     async def _until(self, due_s: float) -> None:
-        """Lets other tasks run at least once, however late it is."""
+        """Waits until due_s. Other tasks run at least once, even if that is over."""
         wait_s = due_s - self._now() - self._clock.spin_s
         if wait_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
         await asyncio.sleep(0)
-        # It is the clock that is waited for, so there is no event to wait for.
+        # This polls the clock, so there is no event to wait for.
         while self._clock.spin_s and self._now() < due_s and not self._stopping.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -837,7 +823,7 @@ class OpenLoop:
 
 
 class _Ahead:
-    """Makes the first requests of a workload's sessions, in order, before they are due."""
+    """Builds the first requests of a workload's sessions, in order, before they are due."""
 
     def __init__(
         self,
@@ -851,11 +837,11 @@ class _Ahead:
         self._tokens = 0
 
     def make(self) -> bool:
-        """Makes one more, and returns whether there was room for it and one left to make."""
+        """Builds one more. Returns False if there was no room or none left."""
         return self._tokens < AHEAD_TOKENS and self._next()
 
     def take(self) -> tuple[Ids, Any]:
-        """The prompt and the request of the next session."""
+        """Returns the prompt and the request of the next session."""
         if not self._made:
             self._next()
         prompt, request = self._made.popleft()

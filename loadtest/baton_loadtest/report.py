@@ -1,8 +1,8 @@
-"""What a measurement hands back: figures, and charts of them; their JSON file, table and plot.
+"""Figures and charts of a measurement, and their JSON file, table and plot.
 
-`Result` is one figure, and every command writes its figures in the one JSON form of `write`.
-matplotlib is imported only when a plot is drawn. numpy is not used: the image of the CPU processes,
-in which load tests run, has neither.
+`Result` is one figure; every command writes its figures with `write` in one JSON form. matplotlib
+is imported only to draw a plot. numpy is not used: the image of the CPU processes, in which load
+tests run, has neither.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Result:
     value: float
     unit: str
     against: float | None = None
-    """What the value is compared with, in the same unit."""
+    """The value it is compared with, in the same unit."""
     ratio: float | None = None
     """The value divided by `against`."""
     goal: float | None = None
-    """A bound of the ratio where there is one, else of the value."""
+    """A limit of the ratio if there is one, else of the value."""
     met: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart; x and y have the same length."""
+    """One line of a chart. x and y have the same length."""
 
     name: str
     x: Sequence[float]
@@ -66,7 +66,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar for each (name, value)."""
+    """One bar per (name, value)."""
 
     title: str
     x_label: str
@@ -82,7 +82,8 @@ class Report:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The measured value that this share of all values is at most; 0.0 without values."""
+    """Returns the smallest value that at least this share of values does not exceed; 0.0 if
+    empty."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -90,14 +91,14 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ms(seconds: Sequence[float], share: float) -> float:
-    """A quantile of seconds, in milliseconds."""
+    """Returns a quantile of seconds, in milliseconds."""
     return 1000 * quantile(seconds, share)
 
 
 def compared(
     name: str, value: float, unit: str, against: float, goal: float | None = None
 ) -> Result:
-    """A figure beside the one it is measured against in the same run; the goal is a least ratio."""
+    """Returns a figure compared with another one of the same run; the goal is a minimum ratio."""
     ratio = value / against
     return Result(name, value, unit, against, ratio, goal, None if goal is None else ratio >= goal)
 
@@ -105,18 +106,17 @@ def compared(
 def at_most(
     name: str, value: float, unit: str, goal: float, against: float | None = None
 ) -> Result:
-    """A figure whose ratio to another figure, or whose value, is not to exceed a goal."""
+    """Returns a figure with an upper limit of its value, or of its ratio to another figure."""
     ratio = None if against is None else value / against
     met = (value if ratio is None else ratio) <= goal
     return Result(name, value, unit, against, ratio, goal, met)
 
 
 def goal_text(result: Mapping[str, Any]) -> str:
-    """For example "≥ 3 (met)"; "" without a goal.
+    """Returns, for example, "≥ 3 (met)"; "" without a goal.
 
-    Whether a goal is a least or a greatest one follows from whether it was met. Where it was
-    reached exactly, the goal of a ratio counts as a least one and the goal of a value as a greatest
-    one.
+    Whether a goal is a minimum or a maximum follows from whether it was met. If it was reached
+    exactly, the goal of a ratio counts as a minimum and that of a value as a maximum.
     """
     goal, met = result["goal"], result["met"]
     if goal is None:
@@ -128,14 +128,14 @@ def goal_text(result: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, or all digits of a whole number."""
+    """Formats with three significant digits, or all digits of a whole number."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def table(results: list[Result]) -> str:
-    """The figures as lines for a terminal."""
+    """Returns the figures as lines for a terminal."""
     lines = []
     width = max((len(r.name) for r in results), default=0)
     for r in results:
@@ -149,7 +149,7 @@ def table(results: list[Result]) -> str:
 
 
 def machine() -> str:
-    """The processor, its cores and the version of Python."""
+    """Returns the CPU's name, its cores and the version of Python."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -162,7 +162,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout this runs from, or "" outside one; + marks uncommitted changes."""
+    """Returns this checkout's commit, with + for uncommitted changes; "" outside a checkout."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*words: str) -> str:
@@ -179,7 +179,7 @@ def commit() -> str:
 
 
 def write(path: Path, seed: int, results: list[Result]) -> None:
-    """Writes the JSON file. Arguments of the command are written without this machine's folders."""
+    """Writes the JSON file. Local folders are removed from the command's arguments."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     whole = {
         "command": " ".join(["baton", *words]),
@@ -193,7 +193,7 @@ def write(path: Path, seed: int, results: list[Result]) -> None:
 
 
 def check_plots(field: str = "plot") -> None:
-    """Raises InvalidArgument where no plot can be drawn, before an hour of measuring."""
+    """Raises InvalidArgument if no plot can be drawn; called before a long measurement."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -201,13 +201,13 @@ def check_plots(field: str = "plot") -> None:
 
 
 def draw(path: Path, charts: Sequence[Chart | Bars]) -> None:
-    """Writes one SVG file, the charts side by side."""
+    """Writes one SVG file with the charts side by side."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg(charts, columns=len(charts)), encoding="utf-8")
 
 
 def svg(charts: Sequence[Chart | Bars], columns: int) -> str:
-    """One picture of all charts. The same charts always give the same text."""
+    """Returns one picture of all charts, deterministically."""
     import matplotlib
 
     matplotlib.use("svg")

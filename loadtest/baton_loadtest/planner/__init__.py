@@ -1,6 +1,6 @@
-"""What a fleet would take and cost, and whether to split it, before it is there.
+"""Plans a fleet: its size, its cost, and whether to split it into prefill and decode.
 
-Comes in: a model's config.json, GPUs' data sheets or running workers' own measurements, traffic,
-targets. Goes out: `baton plan memory | fleet | split`, as text and as figures. It uses the
-simulator for `split`; it starts nothing and changes nothing.
+In: a model's config.json, GPU data sheets or running workers' measurements, traffic, targets.
+Out: `baton plan memory | fleet | split`, as text and figures. `split` uses the simulator. Nothing
+is started or changed.
 """

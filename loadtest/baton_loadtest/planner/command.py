@@ -1,4 +1,4 @@
-"""`baton plan fleet`: reads the model, asks workers where it may, plans, and shows the figures."""
+"""`baton plan fleet`: reads the model, asks running workers if given, plans, and shows figures."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ from baton_loadtest.planner.fleet import (
 )
 from baton_loadtest.planner.measured import MeasuredSpeed, add_calibrate, asked, speed_of
 from baton_loadtest.report import Result, number
-
-# The options of `baton plan fleet`, and the values that they make; reads no model, no worker.
-
 
 GIB = 1024 * MIB
 _ENGINE = EngineConfig("any")
@@ -142,7 +139,7 @@ def targets_of(args: argparse.Namespace) -> Targets:
 
 
 def gpu_of(args: argparse.Namespace) -> Gpu | None:
-    """None: nothing was said of one. Raises InvalidArgument for one that is not whole."""
+    """Returns None if no GPU is given. Raises InvalidArgument for an incomplete one."""
     told = {
         "memory": (args.gpu_memory_gib, GIB, "gpu_memory_gib"),
         "bandwidth": (args.gpu_bandwidth, GB, "gpu_bandwidth"),
@@ -174,14 +171,14 @@ def efficiency_of(args: argparse.Namespace) -> Efficiency:
 
 
 def margins_of(args: argparse.Namespace, link: float) -> Margins:
-    """link: bytes a second that are known of, where the user says none."""
+    """link: known bytes per second, used if the user gives none."""
     if args.link is not None:
         link = _positive(args.link, "link") * GB
     return Margins(args.busy, link)
 
 
 def check(args: argparse.Namespace) -> None:
-    """What nothing else looks at. Raises InvalidArgument."""
+    """Checks what is validated nowhere else. Raises InvalidArgument."""
     if args.gpu_price is not None:
         _positive(args.gpu_price, "gpu_price")
     for field in ("step_tokens", "sequences"):
@@ -195,17 +192,15 @@ def _positive(value: float, field: str) -> float:
     return value
 
 
-# A fleet's figures, in words and units for a person and for a file; plans nothing.
-
-
 _KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """group: with the name it tells a figure from all others of the plan."""
+    """One figure of the plan."""
 
     group: str
+    """Together with the name it identifies the figure."""
     name: str
     value: float
     unit: str = ""
@@ -227,7 +222,7 @@ def figures(
     facts: ModelFacts,
     price_per_hour: float | None,
 ) -> Figures:
-    """By group, in the order in which they are read."""
+    """Returns the figures by group, in reading order."""
     found = [
         *_model_figures(facts),
         *_prefill(fleet, traffic, curves[0]),
@@ -325,12 +320,12 @@ def _both(
 
 
 _MORE_THAN_ANY = 1 << 50
-"""Bytes: stands for the memory of workers that say themselves how much KV they hold."""
+"""Bytes: the memory of workers that report themselves how much KV they hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What the plan rests on."""
+    """The inputs of the plan."""
 
     facts: ModelFacts
     prefill: PrefillCurve
@@ -342,7 +337,7 @@ class Basis:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises InvalidArgument also for a target that cannot be met."""
+    """Raises InvalidArgument, also for a target that cannot be met."""
     check(args)
     traffic, targets = traffic_of(args), targets_of(args)
     basis = _basis(args)
@@ -405,8 +400,8 @@ def _basis(args: argparse.Namespace) -> Basis:
 def _model(
     args: argparse.Namespace, gpu: Gpu | None, told: Sequence[MeasuredSpeed]
 ) -> tuple[ModelFacts, KvLayout, int]:
-    """And the positions whose KV a worker on this GPU holds. Without one, numbers are of the type
-    that workers say theirs are, as far as it is one of weights."""
+    """Also returns the number of positions whose KV a worker on this GPU holds. Without a GPU, the
+    dtype is the one that workers report, if it is one of weights."""
     dtype = args.dtype
     for one in told:
         if gpu is None and dtype == "auto" and one.description.layout is not None:
@@ -441,7 +436,7 @@ def _roofed(gpu: Gpu | None, facts: ModelFacts) -> Gpu:
 
 
 def _check_same(layout: KvLayout, told: Sequence[MeasuredSpeed]) -> None:
-    """Raises InvalidArgument where a worker has another model, as far as the shape of KV tells."""
+    """Raises InvalidArgument if a worker has another model, judging by the shape of its KV."""
     for one in told:
         theirs = one.description.layout
         for name in ("num_layers", "num_kv_heads", "key_size", "value_size"):
@@ -454,7 +449,7 @@ def _check_same(layout: KvLayout, told: Sequence[MeasuredSpeed]) -> None:
 
 
 def _room(told: Sequence[MeasuredSpeed], sequences: int) -> KvRoom:
-    """Of the smallest decode worker, which the others are planned to be like."""
+    """Returns the room of the smallest decode worker, which is assumed for all."""
     rooms = []
     for one in told:
         if one.role == "decode":

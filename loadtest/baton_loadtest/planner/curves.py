@@ -1,7 +1,7 @@
-"""How long prefill and decode take, by a roofline or as workers measured it.
+"""Estimates durations of prefill and decode, by a roofline or from workers' measurements.
 
-A roofline is a bound: a step takes as long as its arithmetic or as what it reads, whichever is
-longer, at a stated share of what the data sheet says, and a constant besides.
+In a roofline a step takes as long as its arithmetic or its memory reads, whichever is longer, at a
+given share of the data sheet's figures, plus a constant.
 """
 
 from __future__ import annotations
@@ -12,29 +12,23 @@ from typing import Protocol
 from baton.core.errors import InvalidArgument
 from baton.core.routing.load import WorkerSpeed
 
-# What data sheets say of GPUs, for rooflines.
-#
-# A data sheet's figure is what the device cannot exceed, not what anything reaches.
-
-
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One device. flops: dense, of bfloat16 with float32 sums, a second. bandwidth: bytes a second
-    of its memory. link: bytes a second to its host one way, which no network card beside it can
-    outdo; 0: not said.
-
-    memory: bytes. A sheet's gigabytes count as 10**9, though some devices have 2**30: so a plan
-    never promises memory that is not there.
-    """
+    """The data sheet of one device. Its figures are upper limits, not what is reached."""
 
     name: str
     memory: float
+    """In bytes. A gigabyte counts as 10**9 although some devices have 2**30, so that a plan
+    never counts on missing memory."""
     bandwidth: float
+    """Memory bandwidth in bytes per second."""
     flops: float
+    """Per second; dense, bfloat16 with float32 accumulation."""
     link: float = 0.0
+    """Bytes per second to its host, one way, which also limits any network card; 0: unknown."""
 
 
 _PCIE_4, _PCIE_5 = 32 * GB, 64 * GB
@@ -52,11 +46,11 @@ KNOWN = (
     Gpu("MI300X", 192 * GB, 5300 * GB, 1307e12, _PCIE_5),
     Gpu("MI325X", 256 * GB, 6000 * GB, 1307e12, _PCIE_5),
 )
-"""The SXM or OAM form where the name does not say another."""
+"""The SXM or OAM form unless the name says otherwise."""
 
 
 def known(name: str) -> Gpu:
-    """Takes no notice of case, spaces and dashes. Raises InvalidArgument that lists the names."""
+    """Ignores case, spaces and dashes. Raises InvalidArgument with the list of names."""
     for gpu in KNOWN:
         if _plain(gpu.name) == _plain(name):
             return gpu
@@ -71,44 +65,43 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
-# ModelFacts, what a token of a model computes, reads and leaves behind.
-#
-# Counts multiplications and bytes of weights and KV. What else a layer does (norms, rotations, the
-# activations that are written and read) is small beside them, and is left to the efficiency that
-# a roofline is given.
-
-
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Parameters are counts, everything else bytes or as it says.
+    """What a token of a model computes, reads and stores.
 
-    body: parameters that every token is multiplied with, without the head and without experts.
-    head: of the product that makes logits, computed for sampled tokens only. experts: parameters of
-    all experts of all layers; each token goes through `chosen` of `num_experts`. element: bytes of
-    a parameter. kv_position: bytes of a token's KV as stored; wire_position: as it travels.
-    query_heads, head_sizes: of keys and values together, for one layer. sliding: how many of the
-    layers look back over `window` positions only.
+    Only multiplications and bytes of weights and KV count. Everything else in a layer (norms,
+    rotations, activations) is small in comparison, and part of a roofline's efficiency.
     """
 
     name: str
     dtype: str
     weights: int
     element: int
+    """Bytes of a parameter."""
     body: int
+    """Parameters that every token is multiplied with, without the head and the experts."""
     head: int
+    """Parameters of the product that makes logits, computed for sampled tokens only."""
     experts: int
+    """Parameters of all experts of all layers."""
     num_experts: int
     chosen: int
+    """Number of experts that each token passes through."""
     layers: int
     query_heads: int
     head_sizes: int
+    """Size of keys and values together, for one layer."""
     sliding: int
+    """Number of layers that attend to the last `window` positions only."""
     window: int
     kv_position: int
+    """Bytes of a token's KV as stored."""
     wire_position: int
+    """Bytes of a token's KV on the wire."""
     max_model_len: int
     unread: int = 0
-    """Bytes of weights that are looked up, not read: an embedding that is not the head, too."""
+    """Bytes of weights that are looked up, not read in full, such as an embedding that is not also
+    the head."""
 
     @property
     def active(self) -> float:
@@ -116,8 +109,8 @@ class ModelFacts:
         return self.body + (self.experts * self.chosen / self.num_experts if self.experts else 0)
 
     def read_bytes(self, tokens: float) -> float:
-        """Of weights, in one step of so many tokens. Experts nobody chose are not read; choices
-        count as independent of each other."""
+        """Bytes of weights read in one step with so many tokens. Experts that no token chooses are
+        not read; choices are assumed to be independent."""
         everything = float(self.weights - self.unread)
         if not self.experts:
             return everything
@@ -125,8 +118,8 @@ class ModelFacts:
         return everything - untouched * self.experts * self.element
 
     def attended(self, first: int, end: int) -> float:
-        """Pairs of a position from `first` to before `end` and one that it looks at, the mean of
-        all layers. Position n looks at n + 1."""
+        """Returns the pairs of a position in [first, end) and one that it attends to, as the mean
+        of all layers. Position n attends to n + 1 positions."""
         whole = _triangle(end) - _triangle(first)
         if not self.sliding:
             return float(whole)
@@ -135,27 +128,27 @@ class ModelFacts:
         return (whole * (self.layers - self.sliding) + windowed * self.sliding) / self.layers
 
     def prefill_flops(self, first: int, end: int) -> float:
-        """Of the positions from `first` to before `end` of one prompt, whose last is sampled."""
+        """Of positions [first, end) of one prompt, whose last is sampled."""
         pairs = self.attended(first, end)
         return 2.0 * (end - first) * self.active + self._attention(pairs) + 2.0 * self.head
 
     def decode_flops(self, rows: float, context: float) -> float:
-        """Of one step of so many sequences that have so many positions each."""
+        """Of one step with so many sequences, each with `context` positions."""
         return rows * (2.0 * (self.active + self.head) + self._attention(self.looks_at(context)))
 
     def kv_read_bytes(self, context: float) -> float:
-        """For one token of a sequence that has so many positions."""
+        """For one token of a sequence with `context` positions."""
         return self.kv_position * self.looks_at(context)
 
     def looks_at(self, context: float) -> float:
-        """Positions that one token attends to, the mean of all layers."""
+        """Positions that one token attends to, as the mean of all layers."""
         if not self.sliding:
             return context
         full = (self.layers - self.sliding) * context
         return (full + self.sliding * min(context, self.window)) / self.layers
 
     def _attention(self, pairs: float) -> float:
-        """A multiplication and an addition for each number of a key, and of a value."""
+        """One multiplication and one addition per number of a key, and of a value."""
         return 2.0 * pairs * self.layers * self.query_heads * self.head_sizes
 
 
@@ -164,7 +157,7 @@ def _triangle(count: int) -> int:
 
 
 class PrefillCurve(Protocol):
-    """Seconds for the positions from `first` to before `end` of one prompt."""
+    """The seconds for positions [first, end) of one prompt."""
 
     @property
     def source(self) -> str:
@@ -172,16 +165,16 @@ class PrefillCurve(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Positions of a step at most; 0: any."""
+        """Maximum number of positions in a step; 0: unlimited."""
 
     def alone_s(self, first: int, end: int) -> float:
-        """With the worker to itself."""
+        """With no other work on the worker."""
 
     def busy_s(self, first: int, end: int) -> float:
-        """That it keeps a worker busy while its steps are filled up by other prompts."""
+        """The time that it keeps a worker busy whose steps are filled with other prompts."""
 
     def why(self, first: int, end: int) -> str:
-        """What `alone_s` is made of."""
+        """Describes how `alone_s` is composed."""
 
 
 class DecodeCurve(Protocol):
@@ -190,19 +183,20 @@ class DecodeCurve(Protocol):
         """roofline or measured."""
 
     def step_s(self, rows: float, context: float) -> float:
-        """One step of so many sequences that have so many positions each. Grows with both."""
+        """Seconds of one step with so many sequences of `context` positions. Grows with both."""
 
     def why(self, rows: float, context: float) -> str:
-        """What `step_s` is made of."""
+        """Describes how `step_s` is composed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What is reached of a data sheet's figures. step_s: of every step, besides."""
+    """The reached shares of a data sheet's figures."""
 
     compute: float
     bandwidth: float
     step_s: float
+    """Constant time of every step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,5 +302,5 @@ class MeasuredDecode:
 
 
 def duration(seconds: float) -> str:
-    """In words."""
+    """Formats a duration."""
     return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:,.3g} s"

@@ -1,4 +1,4 @@
-"""A fleet for traffic and targets: both pools, their ratio, and what a token costs; asks curves."""
+"""Plans a fleet for traffic and targets: both pools, their ratio, and the cost of a token."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from statistics import NormalDist, fmean
 from baton.core.errors import InvalidArgument
 from baton_loadtest.planner.curves import DecodeCurve, PrefillCurve, duration
 
-# Lengths, how long prompts or outputs are, from a mean and a 95th percentile.
-#
-# Taken as log-normal, which real chat, code and agent traffic resembles: many short, few very long.
-# What grows with a length's square depends on the few, so a mean alone would flatter a plan.
-
-
 _NORMAL = NormalDist()
 _P95 = _NORMAL.inv_cdf(0.95)
 MOST_SPREAD = exp(_P95 * _P95 / 2)
-"""A log-normal's 95th percentile is at most so many times its mean."""
+"""The largest possible ratio of a log-normal's 95th percentile to its mean."""
 
 _PARTS = 400
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens. Raises InvalidArgument naming `what` for what no such lengths have."""
+    """The distribution of prompt or output lengths, in tokens, from mean and 95th percentile.
+
+    It is log-normal, which real chat, code and agent traffic resembles: many short, few very long
+    ones. The few dominate costs that grow with the square of a length, so a mean alone would make a
+    plan too optimistic. Raises InvalidArgument with `what` for impossible values.
+    """
 
     mean: float
     p95: float
@@ -48,43 +47,41 @@ class Lengths:
 
     @cached_property
     def spread(self) -> float:
-        """Standard deviation of the logarithm; 0 where all are equally long."""
+        """Standard deviation of the logarithm; 0 if all have the same length."""
         return _P95 - sqrt(max(0.0, _P95 * _P95 - 2 * log(self.p95 / self.mean)))
 
     @property
     def weighted_mean(self) -> float:
-        """Of the length that a token picked at random belongs to: E[n²] / E[n]."""
+        """Mean length of the sequence to which a random token belongs: E[n²] / E[n]."""
         return self.mean * exp(self.spread**2)
 
     @cached_property
     def points(self) -> tuple[int, ...]:
-        """Lengths that are equally likely, in order: the mean of each part of the distribution, so
-        that they have its mean, but for rounding, and all but the end of its tail."""
+        """Equally likely lengths in order: the mean of each part of the distribution. They have
+        its mean, up to rounding, and its tail except for the end."""
         if not self.spread:
             return (round(self.mean),)
-        # What a log-normal's shorter lengths add to its mean is normal again, moved by its spread.
+        # The shorter lengths' part of a log-normal's mean is again normal, shifted by its spread.
         ends = (_NORMAL.inv_cdf(part / _PARTS) for part in range(1, _PARTS))
         below = [0.0, *(_NORMAL.cdf(end - self.spread) for end in ends), 1.0]
         shares = (upper - lower for lower, upper in pairwise(below))
         return tuple(max(1, round(share * _PARTS * self.mean)) for share in shares)
 
     def average(self, value: Callable[[int], float]) -> float:
-        """Of what a length takes."""
+        """Returns the mean of a function of the length."""
         return fmean(value(length) for length in self.points)
-
-
-# What a fleet is planned for: traffic, targets and margins.
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """rate: requests a second. shared_prefix: share of each prompt that workers have cached, on
-    either side of the hand-over."""
+    """The traffic to plan for."""
 
     rate: float
+    """Requests per second."""
     prompts: Lengths
     outputs: Lengths
     shared_prefix: float = 0.0
+    """Share of each prompt that is cached on workers of both roles."""
 
     def __post_init__(self) -> None:
         if not (isfinite(self.rate) and self.rate > 0):
@@ -93,17 +90,19 @@ class Traffic:
             raise InvalidArgument("must be from 0 to below 1", field="shared_prefix")
 
     def cached(self, prompt: int) -> int:
-        """Positions of a prompt that need neither computing nor moving; the last always does."""
+        """Returns the positions of a prompt that need neither computation nor transfer; the last
+        position always needs both."""
         return min(prompt - 1, int(self.shared_prefix * prompt))
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Seconds. first_token: for 95 of 100 requests, from when the prompt reaches the prefill pool.
-    between_tokens: a step of decode."""
+    """The latencies to meet."""
 
     first_token_s: float
+    """For 95 of 100 requests, from the prompt's arrival at the prefill pool."""
     between_tokens_s: float
+    """Duration of a decode step."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -115,30 +114,28 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Margins:
-    """busy: share of a worker's speed, and of a link's, that is planned with; the rest is for
-    bursts. link: bytes a second into or out of a worker; 0: not known, and not looked at."""
+    """The reserves of the plan."""
 
     busy: float
+    """Share of a worker's speed, and of a link's, that is used; the rest is for bursts."""
     link: float = 0.0
+    """Bytes per second into or out of a worker; 0: unknown and ignored."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.busy < 1.0:
             raise InvalidArgument("must be above 0 and below 1", field="busy")
 
 
-# How long requests wait for one of several workers, a formula.
-#
-# Erlang's formula for arrivals at random and one queue, and the usual correction for service times
-# that do not spread as an exponential's do. Baton's router gives a request to the worker that has
-# least to do, which comes close to one queue.
-
-
 P95 = 0.05
 
 
 def queueing(load: float) -> Iterator[float]:
-    """The chance that a request waits at all, with 1, 2, 3 … workers. load: how many workers the
-    work keeps busy. 1 while they are too few."""
+    """Yields the probability that a request waits, with 1, 2, 3 … workers; 1 with too few.
+
+    This is Erlang's formula for random arrivals and one queue. Baton's router approaches one queue,
+    because it gives each request to the least loaded worker. load: number of workers that the work
+    keeps busy.
+    """
     blocked, workers = 1.0, 0
     while True:
         workers += 1
@@ -150,9 +147,10 @@ def queueing(load: float) -> Iterator[float]:
 
 
 def wait_s(chance: float, workers: int, load: float, service_s: float, spread: float) -> float:
-    """What a request waits at most, but for one in twenty. Infinite with too few workers.
+    """Returns the waiting time that 19 of 20 requests do not exceed; infinite with too few workers.
 
-    chance: of waiting at all. service_s: mean. spread: of service times, variance over mean².
+    It includes the usual correction for service times that are not exponential. chance: of waiting
+    at all. service_s: mean. spread: of service times, variance / mean².
     """
     if workers <= load:
         return float("inf")
@@ -161,40 +159,41 @@ def wait_s(chance: float, workers: int, load: float, service_s: float, spread: f
     return log(chance / P95) * service_s * (1.0 + spread) / 2.0 / (workers - load)
 
 
-# How many prefill workers traffic takes, and when their first tokens come; asks a curve how long.
-#
-# Whole workers for the work itself, for what the link carries, and so many that 95 of 100 requests
-# have their first token in time.
-
-
 MOST_WORKERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPool:
-    """workers, and which need decided how many. mean_s: a prompt keeps a worker busy for. long_s:
-    the 95th percentile's prompt, alone. load: workers kept busy. wait_s, first_token_s: at most,
-    for 95 of 100 requests. moved_bytes: KV of a mean request. moving_rate: bytes a second that one
-    worker's KV grows by while it computes; sent_rate: that it sends, on average."""
+    """The planned prefill workers."""
 
     workers: int
     decided_by: str
+    """What determined the number of workers."""
     mean_s: float
+    """How long a mean prompt keeps a worker busy."""
     long_s: float
+    """Duration of the 95th percentile's prompt, alone."""
     tokens_per_s: float
     load: float
+    """Number of busy workers."""
     wait_s: float
+    """Not exceeded by 95 of 100 requests."""
     first_token_s: float
+    """Not exceeded by 95 of 100 requests."""
     moved_bytes: float
+    """KV of a mean request."""
     moving_rate: float
+    """Bytes per second by which a worker's KV grows while it computes."""
     sent_rate: float
+    """Bytes per second that a worker sends on average."""
 
 
 def plan_prefill(
     traffic: Traffic, targets: Targets, margins: Margins, curve: PrefillCurve, wire_position: int
 ) -> PrefillPool:
-    """wire_position: bytes of a token's KV as it travels. Raises InvalidArgument for a target that
-    no number of workers meets, and for traffic beyond all bounds."""
+    """Returns the smallest pool that suffices for the work, for the link, and for 95 of 100 first
+    tokens in time. wire_position: bytes of a token's KV on the wire. Raises InvalidArgument for a
+    target that no number of workers meets, and for excessive traffic."""
     prompts = traffic.prompts
     long = round(prompts.p95)
     long_s = curve.alone_s(traffic.cached(long), long)
@@ -242,8 +241,8 @@ def plan_prefill(
 
 
 def handover_s(curve: PrefillCurve, first: int, end: int, wire_position: int, link: float) -> float:
-    """From a prompt's first token until its KV is all there, where chunks move at `link` bytes a
-    second while later ones are computed."""
+    """Returns the time from a prompt's first token until all its KV has arrived. Chunks are sent at
+    `link` bytes per second while later ones are computed."""
     compute_s = curve.alone_s(first, end)
     chunk = min(end - first, curve.step_tokens or end - first)
     all_s, last_s = ((count * wire_position / link) for count in (end - first, chunk))
@@ -251,42 +250,48 @@ def handover_s(curve: PrefillCurve, first: int, end: int, wire_position: int, li
     return max(last_s, began_s + all_s - compute_s)
 
 
-# How many decode workers traffic takes, and how many sequences each runs; asks a curve how long.
-#
-# A worker's batch is bounded by its KV, by the target between tokens and by what it may run at all.
-
-
 _SEARCHED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KvRoom:
-    """Of one worker. positions: whose KV fits. sequences: it runs at most."""
+    """The capacity of one worker."""
 
     positions: int
+    """Positions whose KV fits."""
     sequences: int
+    """Maximum number of running sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePool:
-    """workers, and which need decided how many. context: mean positions of a running sequence;
-    grown: that one comes to. fits: sequences whose KV fits. in_time: that meet the target, at most
-    1 << 20. batch: what a worker may run, bounded by limited_by; full_step_s, tokens_per_s: then.
-    running, step_s: of a worker, on average, under the traffic. received_rate: bytes a second."""
+    """The planned decode workers."""
 
     workers: int
     decided_by: str
+    """What determined the number of workers."""
     context: float
+    """Mean number of positions of a running sequence."""
     grown: float
+    """Positions of a sequence at its end."""
     fits: int
+    """Number of sequences whose KV fits."""
     in_time: int
+    """Number of sequences that meet the target, at most 1 << 20."""
     batch: int
+    """Number of sequences that a worker may run."""
     limited_by: str
+    """What limits the batch."""
     full_step_s: float
+    """Step time of a full batch."""
     tokens_per_s: float
+    """Speed with a full batch."""
     running: float
+    """Mean number of running sequences of a worker under the traffic."""
     step_s: float
+    """Mean step time under the traffic."""
     received_rate: float
+    """Bytes per second that a worker receives."""
 
 
 def plan_decode(
@@ -297,8 +302,10 @@ def plan_decode(
     room: KvRoom,
     moved_bytes: float,
 ) -> DecodePool:
-    """moved_bytes: KV of a mean request. Raises InvalidArgument for a target that no batch meets,
-    for requests that do not fit, and for traffic beyond all bounds."""
+    """Returns the smallest pool for the traffic. KV memory, the target between tokens and the
+    maximum number of sequences limit a worker's batch. moved_bytes: KV of a mean request. Raises
+    InvalidArgument for a target that no batch meets, for requests that do not fit, and for
+    excessive traffic."""
     prompt = traffic.prompts.mean
     long = round(traffic.prompts.p95 + traffic.outputs.p95)
     if long > room.positions:
@@ -307,7 +314,7 @@ def plan_decode(
             f"room for the KV of {room.positions}",
             field="output",
         )
-    # Longer outputs run longer, so a running sequence is more likely one of theirs.
+    # Longer outputs run longer, so they are overrepresented among running sequences.
     output = traffic.outputs.weighted_mean
     context, grown = prompt + output / 2, prompt + output
     alone_s = curve.step_s(1, context)
@@ -326,7 +333,7 @@ def plan_decode(
     batch = limits[limited_by]
     full_step_s = curve.step_s(batch, context)
     tokens_per_s = batch / full_step_s
-    # The first token is prefill's.
+    # Prefill makes the first token.
     tokens = traffic.rate * (traffic.outputs.mean - 1)
     needs = {"work": tokens / (tokens_per_s * margins.busy)}
     if margins.link:
@@ -354,7 +361,7 @@ def plan_decode(
 
 
 def _most(step_s: Callable[[float], float], within_s: float) -> int:
-    """The largest batch whose step takes no longer; a step of one does not."""
+    """Returns the largest batch whose step is within a time. A batch of one always is."""
     low, high = 1, _SEARCHED
     while low < high:
         middle = (low + high + 1) // 2
@@ -366,8 +373,8 @@ def _most(step_s: Callable[[float], float], within_s: float) -> int:
 
 
 def _running(step_s: Callable[[float], float], tokens_per_s: float, most: float) -> float:
-    """How many sequences run on average, so that their steps make so many tokens a second: more of
-    them always make more."""
+    """Returns the mean number of sequences whose steps make so many tokens per second, which grows
+    with their number."""
     low, high = 0.0, float(most)
     for _ in range(60):
         middle = (low + high) / 2
@@ -384,22 +391,22 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """decode_per_prefill: decode workers that keep up with one prefill worker, both as busy as is
-    planned. handover_s: of the 95th percentile's prompt, from its first token on; None without a
-    link that is known."""
+    """The planned fleet."""
 
     prefill: PrefillPool
     decode: DecodePool
     decode_per_prefill: float
+    """Number of decode workers that keep up with one prefill worker, both as busy as planned."""
     handover_s: float | None
+    """For the 95th percentile's prompt, from its first token on; None if the link is unknown."""
 
     @property
     def workers(self) -> int:
         return self.prefill.workers + self.decode.workers
 
     def cost_per_million(self, traffic: Traffic, price_per_hour: float) -> tuple[float, float]:
-        """Of all tokens, and of output alone with everything charged to it. price_per_hour: of a
-        worker."""
+        """Returns the cost of a million tokens, and of a million output tokens if they bear all of
+        it. price_per_hour: of a worker."""
         price = self.workers * price_per_hour / HOUR_S * MILLION / traffic.rate
         outputs = traffic.outputs.mean
         return price / (traffic.prompts.mean + outputs), price / outputs
@@ -413,8 +420,8 @@ def plan_fleet(
     room: KvRoom,
     wire_position: int,
 ) -> Fleet:
-    """room: of a decode worker. wire_position: bytes of a token's KV as it travels. Raises
-    InvalidArgument naming the target that cannot be met, and why."""
+    """room: of a decode worker. wire_position: bytes of a token's KV on the wire. Raises
+    InvalidArgument with the target that cannot be met, and why."""
     prefilling, decoding = curves
     prefill = plan_prefill(traffic, targets, margins, prefilling, wire_position)
     decode = plan_decode(traffic, targets, margins, decoding, room, prefill.moved_bytes)

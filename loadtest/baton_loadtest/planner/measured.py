@@ -1,6 +1,6 @@
-"""Asks running workers how fast they are by their own measurements.
+"""Asks running workers for their own speed measurements.
 
-A worker tells it in the load that its Watch repeats, the same that routers go by.
+Workers report them in the load messages of Watch, which routers use as well.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MeasuredSpeed:
 async def ask(
     addresses: Iterable[str], certificates: Certificates | None, token: str = ""
 ) -> list[MeasuredSpeed]:
-    """All at once, each within 5 s. Raises BatonError, which names the address."""
+    """Asks all workers at once, each within 5 s. Raises BatonError with the address."""
     channels = Channels(certificates, token=token)
     roles = ("",) if certificates is None else ROLES
     try:
@@ -59,8 +59,8 @@ async def ask(
 
 
 def speed_of(told: Sequence[MeasuredSpeed], role: str) -> WorkerSpeed | None:
-    """The mean of what the workers of a role measured: None with none of that role. Raises
-    Unavailable where one has measured nothing yet."""
+    """Returns the mean of the measurements of a role's workers; None without such workers. Raises
+    Unavailable if one has no measurements yet."""
     speeds = []
     for one in told:
         if one.role != role:
@@ -77,8 +77,8 @@ def speed_of(told: Sequence[MeasuredSpeed], role: str) -> WorkerSpeed | None:
 
 
 def _mean(name: str, speeds: Sequence[WorkerSpeed]) -> Any:
-    """Of those that measured it: a decode worker whose prompts others prefill knows nothing of
-    what that takes, and its 0 is no time."""
+    """Returns the mean of the workers that measured it. A decode worker that never prefills reports
+    0 for prefill, which is not a time."""
     if name == "prefill_step_tokens":
         return min(speed.prefill_step_tokens for speed in speeds)
     return fmean([getattr(speed, name) for speed in speeds if _measured(name, speed)] or [0.0])
@@ -91,7 +91,7 @@ def _measured(name: str, speed: WorkerSpeed) -> bool:
 
 
 async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> MeasuredSpeed:
-    """roles: that the certificate there may be for, tried in turn."""
+    """roles: those for which the certificate at the address may be issued, tried in turn."""
     for role in roles[:-1]:
         with suppress(BatonError):
             return _fitting(await _watch(channels, address, role))
@@ -126,11 +126,8 @@ async def _watch(channels: Channels, address: str, role: str) -> MeasuredSpeed:
     raise Unavailable(f"{address} does not say how fast it is", field="calibrate")
 
 
-# `--calibrate`: asks the workers that it names, and makes what they say into facts to simulate.
-
-
 def add_calibrate(group: Any) -> None:
-    """group: of a parser's arguments."""
+    """group: an argument group of a parser."""
     group.add_argument(
         "--calibrate", nargs="+", default=[], metavar="HOST:PORT",
         help="running prefill and decode workers, whose own measurements count",
@@ -143,7 +140,7 @@ def add_calibrate(group: Any) -> None:
 
 
 def asked(args: argparse.Namespace) -> Sequence[MeasuredSpeed]:
-    """Raises BatonError, which names the address."""
+    """Asks the workers in the arguments. Raises BatonError with the address."""
     for address in args.calibrate:
         split(address, "calibrate")
     tls = TlsOptions(args.tls_cert, args.tls_key, args.tls_ca)
@@ -153,10 +150,10 @@ def asked(args: argparse.Namespace) -> Sequence[MeasuredSpeed]:
 
 
 def calibration_of(told: Sequence[MeasuredSpeed]) -> Calibration:
-    """What workers said of themselves; of a role, all are taken to be like the first one, with the
-    mean of their speeds. Curves that decode workers did not measure, because they never prefilled,
-    are prefill workers'; without a prefill worker those would be as decode workers are. Raises
-    InvalidArgument without a decode worker."""
+    """Converts workers' reports to facts for the simulator. All workers of a role are assumed to be
+    like the first one, with the mean of their speeds. Prefill curves that decode workers did not
+    measure are those of prefill workers; without a prefill worker, the facts of decode workers stand
+    for both. Raises InvalidArgument without a decode worker."""
     decode = speed_of(told, "decode")
     if decode is None:
         raise InvalidArgument("names no decode worker", field="calibrate")

@@ -1,6 +1,6 @@
 """Reads a model's facts from its config.json alone, as the engine would build it, without weights.
 
-Takes torch, which finds shapes without computing anything.
+Needs torch, which computes shapes only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from baton_loadtest.planner.curves import ModelFacts
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """layout: its digest is empty. memory: of one worker."""
+    """The facts of a model."""
 
     facts: ModelFacts
     layout: KvLayout
+    """Its digest is empty."""
     memory: MemoryPlan
+    """Memory of one worker."""
 
 
 def read(config: EngineConfig, memory_bytes: int) -> Read:
-    """memory_bytes: of the device. Raises what loading would: UnsupportedModel, and InvalidArgument
-    where the model does not fit."""
+    """memory_bytes: the device's. Raises what loading would raise: UnsupportedModel, and
+    InvalidArgument if the model does not fit."""
     outlook = foresee(config, memory_bytes)
     return Read(facts_of(outlook), outlook.shape.layout, outlook.memory)
 

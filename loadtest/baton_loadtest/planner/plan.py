@@ -1,4 +1,4 @@
-"""`baton plan`: says before anything runs what it would take; of memory itself."""
+"""`baton plan`: shows what a deployment would need, before it runs; implements `memory` itself."""
 
 from __future__ import annotations
 

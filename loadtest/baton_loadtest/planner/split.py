@@ -1,9 +1,9 @@
-"""Whether to split workers into prefill and decode: looks for what each set-up of as many workers
-carries, in the simulator; reads no files and prints nothing.
+"""Decides whether to split workers into prefill and decode, by simulating the goodput of set-ups
+with the same number of workers.
 
 A set-up's goodput is the highest rate of the traffic at which 99 of 100 requests have their first
-token in time, 99 of 100 times between tokens are short enough, and at most 1 of 100 is refused. Who
-asks may be content with 90 of 100 in time.
+token in time, 99 of 100 times between tokens are short enough, and at most 1 of 100 requests is
+refused. The share of 99 can be lowered to 90.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from baton_loadtest.simulator.traffic import Scale, drawn_requests, traced_reque
 
 SHARE = 0.99
 LEAST_REQUESTS = 100
-"""Fewer have no 99th percentile, and of 90 of 100 they say little."""
+"""Fewer requests have no 99th percentile, and are few even for a share of 90 of 100."""
 
 RESOLUTION = 0.05
 MOST_TIMES = 1024.0
-"""So many times faster than the traffic came, or slower, is tried at most."""
+"""The highest factor by which traffic is sped up or slowed down."""
 
 ALONE_S = 60.0
-"""Between two requests where they are to be alone."""
+"""Seconds between two requests that are to run alone."""
 
 
 class Answer(StrEnum):
@@ -58,11 +58,13 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """prefills 0: aggregated. step_tokens: of a prompt that a decode step computes at most."""
+    """A number of workers in each role."""
 
     prefills: int
+    """0: aggregated, decode workers also prefill."""
     decodes: int
     step_tokens: int
+    """Maximum number of prompt tokens that a decode step computes."""
 
     @property
     def name(self) -> str:
@@ -73,25 +75,30 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """goodput: requests a second; None: not even at next to no rate are they in time. found: at
-    that rate, or then. is_bounded: nothing faster was tried."""
+    """The goodput of a set-up."""
 
     setup: Setup
     goodput: float | None
+    """Requests per second; None: targets are missed even at a minimal rate."""
     found: Summary
+    """The run at that rate, or at the minimal rate."""
     is_bounded: bool = False
+    """No higher rate was tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """split, aggregated: the best of each. error: of the model, a share. share: of requests, and of
-    times between tokens, that had to be in time."""
+    """The result for all set-ups."""
 
     carried: tuple[Carried, ...]
     split: Carried
+    """The best split set-up."""
     aggregated: Carried
+    """The best aggregated set-up."""
     error: float
+    """Error of the simulation, as a share."""
     share: float
+    """Share of requests, and of times between tokens, that must be in time."""
 
     @property
     def quantile(self) -> str:
@@ -99,8 +106,8 @@ class Advice:
 
     @property
     def ratio(self) -> float:
-        """Of the best split's goodput to the best aggregated one's. Infinite where only a split
-        can be in time."""
+        """Goodput of the best split set-up divided by that of the best aggregated one. Infinite if
+        only a split meets the targets."""
         split, whole = self.split.goodput or 0.0, self.aggregated.goodput or 0.0
         return split / whole if whole else float("inf")
 
@@ -109,16 +116,16 @@ class Advice:
         return self.answer_of(self.ratio)
 
     def answer_of(self, ratio: float) -> Answer:
-        """What another ratio would have said."""
+        """Returns the answer for another ratio."""
         if ratio > 1 + self.error:
             return Answer.PAYS
         return Answer.DOES_NOT if ratio < 1 / (1 + self.error) else Answer.WITHIN_ERROR
 
 
 def setups(workers: int, decode: WorkerFacts, targets: Targets) -> list[Setup]:
-    """Aggregated ones first: with decode steps as they are set, and with chunks of prompts that
-    leave a step within the target, beside few rows and beside many, as `inter_token_ms` would.
-    Raises InvalidArgument for too few workers."""
+    """Returns the set-ups to try, aggregated ones first: with decode steps as configured, and with
+    prompt chunks that keep a step within the target, beside few rows and beside many, as
+    `inter_token_ms` does. Raises InvalidArgument for too few workers."""
     if workers < 2:
         raise InvalidArgument("must be at least 2, to be split", field="workers")
     most = chunk(decode, targets.between_tokens_s)
@@ -130,8 +137,8 @@ def setups(workers: int, decode: WorkerFacts, targets: Targets) -> list[Setup]:
 
 
 def chunk(decode: WorkerFacts, within_s: float) -> int:
-    """Tokens of a prompt, in whole blocks, that a decode step of one sequence can compute within
-    a time: at least one block, at most what it computes now."""
+    """Returns the prompt tokens, in whole blocks, that a decode step with one sequence computes
+    within a time: at least one block, at most its configured number."""
     speed = decode.speed
     left_s = within_s - speed.decode_s(1, 0) - speed.prefill_step_s
     fit = decode.step_tokens
@@ -149,9 +156,9 @@ def of_100(share: float) -> str:
 
 
 class Splitting:
-    """known: prefill workers need curves of their own. requests: in order of arrival from 0 on.
-    tried: told after each run. share: of requests, and of times between tokens, that has to be in
-    time, 0.9 or SHARE."""
+    """Searches the goodput of set-ups. known: must have prefill curves. requests: in order of
+    arrival, from 0 on. tried: called after each run. share: of requests, and of times between
+    tokens, that must be in time: 0.9 or SHARE."""
 
     def __init__(
         self,
@@ -177,18 +184,18 @@ class Splitting:
         self.rate = (len(requests) - 1) / span_s
 
     def span_s(self, rate: float) -> float:
-        """How long the traffic lasts at a rate."""
+        """Returns how long the traffic lasts at a rate."""
         return (len(self._requests) - 1) / rate
 
     def advise(self, workers: int, error: float) -> Advice:
-        """error: of the model, as a share of goodput. Raises InvalidArgument, naming the target
+        """error: of the simulation, as a share of goodput. Raises InvalidArgument with the target
         that no set-up meets."""
         carried: list[Carried] = []
         first = self.rate
         for setup in setups(workers, self._known.decode, self._targets):
             found = self._carried(setup, first)
             carried.append(found)
-            # Others are likely to be near: a search that begins there is short.
+            # Other set-ups are probably similar: a search that begins there is short.
             first = found.goodput or first
         if all(one.goodput is None for one in carried):
             raise self._refusal(carried)
@@ -223,7 +230,7 @@ class Splitting:
         bounds = Range(least, most, RESOLUTION, min(max(first, least), most))
         result = asyncio.run(highest(bounds, probe))
         if result.rate is None:
-            # Requests that come at one moment do so at any rate.
+            # Requests that all arrive at once do so at any rate.
             return Carried(setup, None, runs[least])
         return Carried(setup, result.rate, runs[result.rate], result.above is None)
 
@@ -250,7 +257,7 @@ class Splitting:
         )
 
     def _refusal(self, carried: Sequence[Carried]) -> InvalidArgument:
-        """What the nearest set-up reaches at next to no rate, and what that is made of."""
+        """Returns what the nearest set-up reaches at a minimal rate, and how that is composed."""
         targets, known, of = self._targets, self._known, of_100(self._share)
         first_s, token_s = (
             min(getattr(one.found, name)[self._share] for one in carried)
@@ -276,9 +283,6 @@ class Splitting:
             f"{duration(alone_s)} without any context",
             field="between_tokens_ms",
         )
-
-
-# The options of `baton plan split`; reads nothing.
 
 
 def add_split_parser(kinds: Any) -> None:
@@ -328,18 +332,15 @@ def add_split_parser(kinds: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write the figures here")
 
 
-# `baton plan split`: reads traffic and speeds, asks what set-ups carry, and answers.
-
-
 RUNS = 12
-"""That a set-up takes, about."""
+"""Approximate number of runs per set-up."""
 
 LONG_ENOUGH = 30.0
-"""Times the target for the first token: a queue that grows shows in traffic that lasts longer."""
+"""As a multiple of the first-token target: a growing queue shows only in longer traffic."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Raises InvalidArgument also for a target that no set-up meets."""
+    """Raises InvalidArgument, also for a target that no set-up meets."""
     if not 0 <= args.error < 100:
         raise InvalidArgument("must be from 0 to below 100 percent", field="error")
     targets = Targets(args.first_token_ms / 1000, args.between_tokens_ms / 1000)
@@ -369,7 +370,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def said(advice: Advice, splitting: Splitting, targets: Targets) -> list[str]:
-    """The answer in sentences, and what a reader has to know of it."""
+    """Returns the answer in sentences, with notes for the reader."""
     split, whole = advice.split, advice.aggregated
     if split.goodput is None:
         found = ["Splitting does not pay: no split is in time even with next to no traffic."]
@@ -400,7 +401,7 @@ def said(advice: Advice, splitting: Splitting, targets: Targets) -> list[str]:
 
 
 def _calibration(args: argparse.Namespace) -> Calibration:
-    """With curves for prefill workers of their own: those of decode where a file has none."""
+    """Returns speeds with prefill curves: those of decode workers if the file has none."""
     if bool(args.speed) == bool(args.calibrate):
         raise InvalidArgument(
             "say what workers can do: either a file of speeds, or --calibrate with workers that "
@@ -431,7 +432,7 @@ def _requests(args: argparse.Namespace) -> list[Request]:
 
 
 def _fitting(requests: Sequence[Request], known: Calibration) -> tuple[list[Request], int]:
-    """Those that every set-up can serve, and how many others there were."""
+    """Returns the requests that every set-up can serve, and the number of others."""
     most = min(
         known.max_model_len,
         *(facts.num_blocks * facts.block_size for facts in (known.prefill, known.decode)),
