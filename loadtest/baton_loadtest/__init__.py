@@ -1,6 +1,6 @@
 """Benchmarks, chaos, the load generator, the simulator and the planner.
 
-Comes in: a Baton that runs, or a description of one. Goes out: figures, as tables and JSON files.
-It uses everything below `baton`; nothing there imports it. `baton bench`, `chaos`, `loadtest`,
-`simulate` and `plan` find it where it is installed.
+In: a running Baton, or a description of one. Out: figures, as tables and JSON files. This package
+uses all of `baton`, which never imports it. `baton bench`, `chaos`, `loadtest`, `simulate` and
+`plan` use it if it is installed.
 """

@@ -1,12 +1,12 @@
-"""The other end of `launch`: the process that runs one function of a module, and answers in JSON.
+"""The process of `launch` that runs one function of a module, and answers in JSON.
 
-Only the standard library is imported here, so that an interpreter without Baton's dependencies can
-run such a function too. What a library prints goes to stderr, never between the lines of JSON.
+It imports only the standard library, so that an interpreter without Baton's dependencies can run
+such a function. Output of libraries goes to stderr, never between the JSON lines.
 
     python -m baton_loadtest.child MODULE FUNCTION
 
-A plain function is called with each command of stdin, and what it returns is the answer. A
-coroutine function passes a handler of commands to `answer`.
+A plain function is called with each command from stdin and returns the answer. A coroutine function
+passes a handler of commands to `answer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inspect import iscoroutinefunction
 from typing import Any, TextIO
 
 LONGEST_LINE = 2**27
-"""Bytes of a command or an answer."""
+"""Maximum bytes of a command or an answer."""
 
 _out: TextIO = sys.stdout
 
@@ -30,12 +30,12 @@ Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def progress(text: str) -> None:
-    """Shows a line of progress while the answer of a command is waited for."""
+    """Shows a line of progress before the answer of a command."""
     print(json.dumps({"progress": text}), file=_out, flush=True)
 
 
 async def answer(handle: Handler) -> None:
-    """Answers one command after the other until stdin ends."""
+    """Answers commands one after another until stdin ends."""
     lines = asyncio.StreamReader(LONGEST_LINE)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
@@ -60,5 +60,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Under its own name: what others import from here must be this very module.
+    # Run under its module name: imports of this module elsewhere must get this instance.
     import_module("baton_loadtest.child").main()

@@ -1,7 +1,7 @@
-"""Starts what is measured: a whole Baton, one process of it, or a function in a process of its own.
+"""Starts what is measured: a whole Baton, one process of it, or a function in its own process.
 
-A whole Baton is planned and supervised as `baton up` does it, in a state folder of its own. All
-processes are gone when their block is left.
+A whole Baton is planned and supervised as by `baton up`, in its own state folder. All processes end
+with their `async with` block.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton_loadtest.child import LONGEST_LINE
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
-"""Cores of the engines and of everything else, where a benchmark pins them."""
+"""Cores of the engines and of everything else, for benchmarks that pin them."""
 
 START_S = 60.0
-"""Until one process serves."""
+"""Time limit for a process to serve."""
 
 END_S = 60.0
-"""Until a process of a function ends by itself; it is killed then."""
+"""Time limit for a function's process to end by itself; then it is killed."""
 
 
 class ContenderFailed(BatonError):
-    """A process ended without an answer, or ran out of time."""
+    """A process ended without an answer, or exceeded its time limit."""
 
 
 def say(text: str) -> None:
@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def environment(**variables: object) -> Iterator[None]:
-    """Sets environment variables while the block runs, for the processes that it starts."""
+    """Sets environment variables within the block, for the processes that it starts."""
     before = dict(os.environ)
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
@@ -67,8 +67,8 @@ def cores() -> list[int]:
 
 
 def pinned(*allowed: int | None) -> list[str]:
-    """The beginning of a command line that keeps a process on these cores, where that is possible;
-    without a core, or with None among them, it keeps none."""
+    """Returns the start of a command line that pins a process to these cores, if that is possible;
+    empty without a core, or with None among them."""
     if (
         not allowed
         or None in allowed
@@ -80,24 +80,24 @@ def pinned(*allowed: int | None) -> list[str]:
 
 
 def stay_off_the_engine() -> None:
-    """Keeps this process, and those it starts without a pin, on OTHER_CORE."""
+    """Pins this process, and those it starts without a pin, to OTHER_CORE."""
     os.sched_setaffinity(0, {int(OTHER_CORE)})
 
 
 def check_cpu_clock() -> None:
-    """Raises BatonError where `cpu_spent_s` cannot be read."""
+    """Raises BatonError if `cpu_spent_s` does not work here."""
     if sys.platform != "linux":
         raise BatonError("another process's processor time can be read on Linux only")
 
 
 def cpu_spent_s(pid: int) -> float:
-    """User and system time of all threads of a process so far, on Linux. Raises OSError."""
-    # The id of another process's CPU clock, as clock_getcpuclockid(3) gives it.
+    """Returns the CPU time of all threads of a process so far, on Linux. Raises OSError."""
+    # The id of another process's CPU clock, as from clock_getcpuclockid(3).
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 of one that is gone."""
+    """Returns a process's resident memory; 0 if it has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -107,7 +107,7 @@ def resident_bytes(pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunningBaton:
-    """A whole Baton that serves."""
+    """A running Baton."""
 
     layout: Layout
     supervisor: Supervisor
@@ -126,7 +126,7 @@ class RunningBaton:
         }
 
     def spent_s(self) -> dict[str, float]:
-        """Processor time so far, by the processes' names."""
+        """CPU time so far, by process name."""
         found = {}
         for name, pid in self.pids().items():
             with suppress(OSError):
@@ -134,7 +134,7 @@ class RunningBaton:
         return found
 
     async def metrics(self, name: str = "router-0") -> dict[str, float]:
-        """The metrics of one process. Raises OSError while it is not there."""
+        """Returns the metrics of one process. Raises OSError if it does not answer."""
         spec = next(spec for spec in self.layout.processes if spec.name == name)
         return await asyncio.to_thread(scrape, self.layout.metrics_url(spec))
 
@@ -145,7 +145,7 @@ async def fleet(
 ) -> AsyncIterator[RunningBaton]:
     """Starts a whole Baton on free ports.
 
-    pin: engines run on ENGINE_CORE with one thread each, everything else on OTHER_CORE. change: is
+    pin: run engines on ENGINE_CORE with one thread each, and everything else on OTHER_CORE. change:
     applied to the planned processes. Raises StartFailed.
     """
     first = free_row(2 * options.routers)
@@ -165,7 +165,7 @@ async def supervised(
     *,
     longest_backoff_s: float = LONGEST_BACKOFF_S,
 ) -> AsyncIterator[Supervisor]:
-    """Runs processes that are planned already; notify is called as the Supervisor calls it."""
+    """Runs a planned layout. notify: see Supervisor."""
     ready = asyncio.Event()
 
     def note(what: str, *details: object) -> None:
@@ -189,20 +189,20 @@ async def supervised(
 
 @dataclass(frozen=True, slots=True)
 class BatonProcess:
-    """One process of Baton that serves."""
+    """One running process of Baton."""
 
     pid: int
     announced: dict[str, Any]
-    """The JSON line that it printed when it began to serve."""
+    """The JSON line that it printed when it was ready."""
 
     def spent_s(self) -> float:
-        """Processor time so far."""
+        """CPU time so far."""
         return cpu_spent_s(self.pid)
 
 
 @asynccontextmanager
 async def process(role: str, *flags: str, core: int | None = None) -> AsyncIterator[BatonProcess]:
-    """Starts `python -m baton.ROLE`. Raises ContenderFailed when it does not serve."""
+    """Starts `python -m baton.ROLE`. Raises ContenderFailed if it does not serve."""
     command = [*pinned(core), sys.executable, "-m", f"baton.{role}", "--log-level=warning", *flags]
     started = await asyncio.create_subprocess_exec(
         *command,
@@ -223,16 +223,16 @@ async def process(role: str, *flags: str, core: int | None = None) -> AsyncItera
 
 
 class Peer:
-    """A function in a process of its own (`child`), to which commands are sent."""
+    """A function in its own process (`child`), which receives commands."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, errors: IO[str]) -> None:
         self._name, self._process, self._errors = name, process, errors
         self._turn = asyncio.Lock()
 
     async def ask(self, **command: Any) -> dict[str, Any]:
-        """Sends one command and returns its answer; progress goes to stderr.
+        """Sends one command and returns the answer; progress goes to stderr.
 
-        Raises ContenderFailed, with the last line of the process's stderr, when it is gone.
+        Raises ContenderFailed, with the last line of the process's stderr, if it has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         async with self._turn:
@@ -258,13 +258,13 @@ async def peer(
     python: str = "",
     threads: int | None = None,
 ) -> AsyncIterator[Peer]:
-    """Runs a function in a process of its own on these cores; the process ends with the block.
+    """Runs a function in its own process on these cores; the process ends with the block.
 
-    python: another interpreter, which sees this package but none of Baton's dependencies. threads:
-    of OpenMP.
+    python: another interpreter, which finds this package but none of Baton's dependencies. threads:
+    number of OpenMP threads.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        # This package alone, not what is installed beside it for another interpreter.
+        # Only this package, without others installed beside it for another interpreter.
         os.symlink(next(iter(baton_loadtest.__path__)), f"{folder}/baton_loadtest")
         paths = (folder, "" if python else os.environ.get("PYTHONPATH", ""))
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -300,9 +300,9 @@ def call(
     deadline_s: float,
     python: str = "",
 ) -> dict[str, Any]:
-    """What the function returns for a job, in a new process on the first `threads` cores.
+    """Returns the function's result for a job, from a new process on the first `threads` cores.
 
-    Raises ContenderFailed when it fails or takes longer; then the process is gone as well.
+    Raises ContenderFailed if it fails or takes too long; the process has ended then.
     """
 
     async def ask() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and says which line is broken.
+"""Reads recorded traffic, Mooncake's JSON lines or Azure's CSV, and reports broken lines.
 
-Mooncake: one object a line with timestamp (ms), input_length, output_length, hash_ids: one for each
-512 tokens of the prompt, the last of which may be fewer; equal ids stand for equal tokens.
+Mooncake: one object per line with timestamp (ms), input_length, output_length, and hash_ids, one
+per 512 tokens of the prompt (the last may have fewer); equal ids mean equal tokens.
 Azure: columns TIMESTAMP, ContextTokens, GeneratedTokens.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 from baton.core.errors import InvalidArgument
 
 BLOCK = 512
-"""Tokens that one of Mooncake's hash_ids stands for."""
+"""Tokens per hash_id of Mooncake."""
 
 MOST_TOKENS = 100_000_000
 SAID = 3
-"""Broken lines that are told in full; of the rest, how many."""
+"""How many broken lines are reported in full; the others are counted."""
 
 Row = TypeVar("Row")
 
@@ -31,32 +31,34 @@ _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One request. at_s: on the trace's own clock. blocks: ids of the prompt's 512 tokens each;
-    none where the trace does not say what prompts share."""
+    """One request."""
 
     at_s: float
+    """On the trace's own clock."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    """Ids of the prompt's blocks of 512 tokens; empty if the trace has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """broken: what was wrong with the lines that were skipped."""
+    """The requests of a trace."""
 
     requests: tuple[Recorded, ...]
     broken: tuple[str, ...] = ()
+    """Descriptions of the skipped lines."""
 
 
 class _Broken(Exception):
-    """field, and what is wrong with it."""
+    """A field, and what is wrong with it."""
 
 
 def read(path: Path, *, skip_broken: bool = False) -> Trace:
-    """The whole file; which kind it is, its first line tells.
+    """Reads a whole file. Its first line determines its kind.
 
-    Raises InvalidArgument (field "trace") for a file that cannot be read, is of no known kind or
-    has no request in it, and for broken lines that are not to be skipped, with their numbers.
+    Raises InvalidArgument (field "trace") for a file that is unreadable, of unknown kind or without
+    requests, and for broken lines that are not to be skipped, with their numbers.
     """
     requests: list[Recorded] = []
     broken: list[str] = []
@@ -94,7 +96,7 @@ def read(path: Path, *, skip_broken: bool = False) -> Trace:
 def _each(
     rows: Iterator[tuple[int, Row]], parse: Callable[[Row], Recorded]
 ) -> Iterator[tuple[int, Recorded | str]]:
-    """A request, or what is wrong with its line."""
+    """Yields requests, or what is wrong with their lines."""
     for number, row in rows:
         try:
             yield number, parse(row)
@@ -120,7 +122,7 @@ def _mooncake(line: str) -> Recorded:
     if not isinstance(said, dict):
         raise _Broken("is no JSON object")
     at_ms = said.get("timestamp")
-    # What is neither below nor above is no number.
+    # This comparison also rejects NaN.
     if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < 1e15:
         raise _Broken("timestamp: must be milliseconds, 0 or more")
     prompt_tokens = _count(said, "input_length", least=1)
@@ -147,8 +149,8 @@ def _azure(row: list[str]) -> Recorded:
     if len(row) < len(_COLUMNS):
         raise _Broken(f"{_COLUMNS[len(row)]}: is missing")
     try:
-        # Seven digits of a second, of which datetime knows six. The trace's zone does not matter,
-        # for only differences are used: UTC has no hour that comes twice.
+        # A timestamp has seven decimals, of which datetime supports six. Only differences are used,
+        # so UTC stands for the trace's zone: it has no ambiguous hour.
         at_s = datetime.fromisoformat(row[0][:26] + "+00:00").timestamp()
     except ValueError:
         raise _Broken("TIMESTAMP: must be YYYY-MM-DD HH:MM:SS.FFFFFFF") from None

@@ -1,5 +1,5 @@
-"""`baton loadtest`: sends requests when they are due, whatever became of those before.
+"""`baton loadtest`: an open-loop load generator.
 
-Comes in: a scenario or a trace. Goes out: latencies from when a request was due, rates, goodput,
-and the highest rate within objectives, as a table, a JSON file or a page.
+In: a scenario or a trace. Out: latencies from when a request was due, rates, goodput, and the
+highest rate within objectives, as a table, a JSON file or a page.
 """

@@ -1,4 +1,4 @@
-"""`baton loadtest`: reads flags, wires scenario, client and runner, and shows what came of it."""
+"""`baton loadtest`: runs a scenario against a server and shows the results."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when something was answered, 1 when nothing was, or no rate within objectives was found,
-    130 when it was stopped. Raises BatonError."""
+    """Returns 0 if requests were answered, 1 if none was or no rate met the objectives, 130 if it
+    was stopped. Raises BatonError."""
     from baton_loadtest.load import scenario
     from baton_loadtest.load.runs import Runs
     from baton_loadtest.report import check_plots

@@ -1,4 +1,4 @@
-"""One HTML page of a run or a search: figures and plots, complete in itself; measures nothing."""
+"""A self-contained HTML page of a run or a search, with figures and plots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STYLE = (
 
 
 def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequence[Chart]) -> str:
-    """said: what a reader must know first."""
+    """said: notes that come first."""
     rows = []
     for result in figures:
         goal = report.goal_text(asdict(result))
@@ -40,7 +40,7 @@ def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequ
         )
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in said)
     picture = report.svg(plots, columns=2)
-    drawn = picture[picture.index("<svg") :]  # without what begins a file of its own
+    drawn = picture[picture.index("<svg") :]  # without the header of an SVG file
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width'>"
@@ -60,7 +60,7 @@ def of_run(summary: Summary, title: str) -> str:
 def of_search(
     tried: Sequence[tuple[float, Summary]], figures: Sequence[Result], said: str, title: str
 ) -> str:
-    """tried: rates, and what came of each."""
+    """tried: rates and their results."""
     by_rate = sorted(tried, key=lambda one: one[0])
     rates = [rate for rate, _ in by_rate]
     share = [100 * summary.share_met for _, summary in by_rate]
@@ -81,7 +81,7 @@ def of_search(
 
 
 def write(path: Path, text: str) -> None:
-    """Raises InvalidArgument (field "html") when the file cannot be written."""
+    """Raises InvalidArgument (field "html") if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -159,7 +159,7 @@ def _rate(
 
 
 def _distribution(name: str, values: Sequence[float]) -> Line:
-    """values: in order, in seconds."""
+    """values: seconds in ascending order."""
     if not values:
         return Line(name, [], [])
     shares = [n / STEPS for n in range(STEPS + 1)]

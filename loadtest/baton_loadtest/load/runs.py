@@ -1,4 +1,4 @@
-"""Runs a scenario against a server, once or at one rate after the other; reads no file."""
+"""Runs a scenario against a server, at its rate or at several rates in turn."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from baton_loadtest.load.scenario import Source
 from baton_loadtest.load.search import Found, Range, Verdict, highest
 from baton_loadtest.load.summary import Objectives, Summary
 
-# Shows on stderr how far a run is: a bar on a terminal, a line now and then elsewhere.
-
-
 LOOK_S, SAY_S = 0.5, 10.0
 
 
 class Shown:
-    """Close it. total: requests that may come to be due."""
+    """Shows the progress on stderr: a bar on a terminal, otherwise a line now and then. Close it.
+
+    total: the maximum number of requests.
+    """
 
     def __init__(self, total: int, what: str) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
@@ -48,7 +48,7 @@ class Shown:
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
-            # Its thread would take the time that requests need.
+            # The refresh thread would take time from the requests.
             auto_refresh=False,
             disable=not self._console.is_terminal,
         )
@@ -56,7 +56,7 @@ class Shown:
         self._bars.start()
 
     def __call__(self, run: Run, num_open: int) -> None:
-        """Often, and mostly does nothing."""
+        """Called often; mostly does nothing."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -75,17 +75,17 @@ class Shown:
 
 CONNECT_S = 5.0
 OTHER_FILES = 64
-"""That this process has open besides connections."""
+"""Open files of this process besides connections."""
 
 Tried = list[tuple[float, Summary]]
 T = TypeVar("T")
 
 
 class Runs:
-    """args: flags of `baton loadtest`. face: http or grpc."""
+    """args: arguments of `baton loadtest`. face: http or grpc."""
 
     def __init__(self, args: argparse.Namespace, face: str, where: Access) -> None:
-        """Raises InvalidArgument, and Unavailable when nothing listens."""
+        """Raises InvalidArgument, and Unavailable if nothing listens."""
         first, dash, last = args.token_ids.partition("-")
         if not (dash and first.isdecimal() and last.isdecimal()):
             raise InvalidArgument("must be FIRST-LAST", field="token_ids")
@@ -103,7 +103,7 @@ class Runs:
             raise Unavailable(f"nothing listens on {where.address}") from None
 
     def run(self, source: Source, what: str) -> Summary:
-        """Once. what: is shown meanwhile."""
+        """Runs once. what: shown meanwhile."""
 
         async def once() -> Summary:
             async with self._opened() as client:
@@ -112,7 +112,7 @@ class Runs:
         return _on_loop(once())
 
     def search(self, source: Source, bounds: Range, share: float) -> tuple[Found, Tried]:
-        """The highest mean rate at which this share of requests is within objectives."""
+        """Searches the highest mean rate at which this share of requests meets the objectives."""
         tried: Tried = []
 
         async def all_of_it() -> Found:
@@ -145,7 +145,7 @@ class Runs:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, runner.stop)
-        # What is there now stays: looking through it again and again would make requests late.
+        # The workload is frozen: repeated garbage collections of it would delay requests.
         gc.collect()
         gc.freeze()
         try:
@@ -166,8 +166,8 @@ class Runs:
 
 
 def judged(summary: Summary, share: float) -> Verdict:
-    """Requests that were not sent, because too many were open, are the server's doing; requests
-    that left late are ours."""
+    """Requests that were not sent because too many were open count against the server. If requests
+    were sent late, this process was too slow."""
     if summary.run.stopped:
         return Verdict.STOPPED
     if summary.lag_s > summary.objectives.lag_s:
@@ -181,8 +181,8 @@ def _on_loop(main: Coroutine[Any, Any, T]) -> T:
 
 
 def _allow_files(number: int) -> None:
-    """Each connection is an open file. Where fewer are allowed, some will find no connection, and
-    be counted."""
+    """Raises the limit of open files, one per connection. If that is not allowed, some requests
+    fail to connect and are counted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         number = min(number, hard)

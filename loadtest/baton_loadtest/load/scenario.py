@@ -1,4 +1,4 @@
-"""Reads a scenario's TOML file and says which field is wrong; draws nothing.
+"""Reads a scenario's TOML file, reports faulty fields, and draws its workload.
 
 [arrivals]  kind, rate, seconds; to_rate of a ramp; burst_rate, burst_s, period_s of bursts
 [trace]     file, speed, seconds; instead of [arrivals]
@@ -23,14 +23,8 @@ from baton_loadtest import traces
 from baton_loadtest.drive import Piece, Session, Turn, Workload
 from baton_loadtest.traces import BLOCK, Recorded, Trace
 
-# When requests are due: Poisson, constant, bursts, ramps, or a trace's own times; draws nothing
-# else and knows no clock.
-#
-# Times are in seconds from the beginning. Rates are per second.
-
-
 MOST = 10_000_000
-"""Arrivals of one run: what is recorded of them has to fit into memory."""
+"""Maximum arrivals of one run, whose records must fit into memory."""
 
 
 class Kind(StrEnum):
@@ -42,17 +36,20 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """rate: at the beginning, and outside bursts. to_rate: at the end of a ramp. burst_rate: for
-    the first burst_s of every period_s. All kinds but constant are Poisson processes.
+    """When requests are due. Times are seconds from the start, rates are per second. All kinds but
+    constant are Poisson processes.
 
-    Raises InvalidArgument naming the field.
+    Raises InvalidArgument with the field.
     """
 
     kind: Kind
     rate: float
+    """At the start, and outside bursts."""
     seconds: float
     to_rate: float = 0.0
+    """At the end of a ramp."""
     burst_rate: float = 0.0
+    """During the first burst_s of every period_s."""
     burst_s: float = 0.0
     period_s: float = 0.0
 
@@ -67,7 +64,7 @@ class Arrivals:
 
     @property
     def mean_rate(self) -> float:
-        """Over all of the time."""
+        """The mean over the whole time."""
         if self.kind is Kind.RAMP:
             return (self.rate + self.to_rate) / 2
         if self.kind is Kind.BURSTS:
@@ -81,7 +78,7 @@ class Arrivals:
         return max(self.rate, self.to_rate, self.burst_rate)
 
     def scaled(self, factor: float) -> Arrivals:
-        """So many times as many arrivals, in the same time and shape."""
+        """Returns arrivals at `factor` times the rate, in the same time and shape."""
         return replace(
             self,
             rate=self.rate * factor,
@@ -97,7 +94,7 @@ class Arrivals:
         return self.rate
 
     def times(self, draw: random.Random) -> list[float]:
-        """In order, from 0 to below `seconds`."""
+        """Draws times in ascending order, at least 0 and below `seconds`."""
         if self.kind is Kind.CONSTANT:
             count = int(self.rate * self.seconds)
             return [at for n in range(count + 1) if (at := n / self.rate) < self.seconds]
@@ -105,7 +102,7 @@ class Arrivals:
         highest = self.highest_rate
         at = draw.expovariate(highest)
         while at < self.seconds:
-            # Thinning: a process of the highest rate, of which each arrival stays by its chance.
+            # Thinning: arrivals of a process of the highest rate, each kept with a probability.
             if self.rate_at(at) >= highest * draw.random():
                 found.append(at)
             at += draw.expovariate(highest)
@@ -121,28 +118,9 @@ _NEEDS: dict[Kind, tuple[str, ...]] = {
 
 
 def replayed(times: Iterable[float], speed: float) -> list[float]:
-    """A trace's times, counted from its first one and passing `speed` times as fast, in order."""
+    """Returns a trace's times in order, from its first one, `speed` times as fast."""
     ordered = sorted(times)
     return [(at - ordered[0]) / speed for at in ordered]
-
-
-# How long prompts and answers are: quantile tables of real traffic under a name; draws from them,
-# and knows no prompt.
-#
-# Where the numbers come from (facts about published traces; the traces are no part of Baton):
-#
-# chat   all 19 366 requests of the conversation part of the Azure LLM inference trace 2023 (of the
-#        Splitwise paper, CC-BY 4.0)
-# code   all 8 819 requests of its code part
-# rag    the 7 373 requests of Mooncake's conversation trace (12 031 requests, FAST 2025,
-#        Apache-2.0) whose blocks, but for the first, no earlier request had: somebody asks
-# something
-#        something about a long text. A stand-in: the trace does not say which were retrieval
-# agent  the other 4 658, which go on from an earlier request: what a turn adds to the prompt (the
-#        3 780 where that is more than nothing), and what it is answered. A stand-in likewise
-#
-# Prompt and answer are drawn independently: what ties them together in real traffic is in the
-# traces only.
 
 
 SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
@@ -150,19 +128,20 @@ SHARES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """tokens: the length that each of SHARES stays at or below; straight lines in between."""
+    """A distribution of lengths, with linear interpolation."""
 
     tokens: tuple[float, ...]
+    """The length that each of SHARES does not exceed."""
 
     def at(self, share: float) -> float:
-        """share: from 0 to 1."""
+        """Returns the length at a share from 0 to 1."""
         place = min(bisect_right(SHARES, share), len(SHARES) - 1)
         low, high = SHARES[place - 1], SHARES[place]
         here, there = self.tokens[place - 1], self.tokens[place]
         return here + (there - here) * (share - low) / (high - low)
 
     def draw(self, draw: random.Random, scale: float) -> int:
-        """At least one token."""
+        """Draws a length of at least one token."""
         return max(1, round(self.at(draw.random()) * scale))
 
 
@@ -200,41 +179,53 @@ NAMED = {
 
 
 def named(name: str) -> Lengths:
-    """Raises InvalidArgument."""
+    """Returns the lengths of real traffic, as quantiles of published traces (which are not part of
+    Baton). Prompt and answer are drawn independently; only traces have their correlation.
+
+    chat: all 19 366 requests of the conversation part of the Azure LLM inference trace 2023 (of the
+    Splitwise paper, CC-BY 4.0).
+    code: all 8 819 requests of its code part.
+    rag: the 7 373 requests of Mooncake's conversation trace (12 031 requests, FAST 2025,
+    Apache-2.0) whose blocks, except for the first, were in no earlier request: questions about a
+    long text. This is a stand-in: the trace does not say which requests were retrieval.
+    agent: its other 4 658 requests, which continue an earlier one: the tokens that a turn adds to
+    the prompt (the 3 780 turns that add any), and those of its answer. A stand-in likewise.
+
+    Raises InvalidArgument for an unknown name.
+    """
     if name not in NAMED:
         raise InvalidArgument(f"{name!r} is none of {', '.join(NAMED)}", field="lengths.of")
     return NAMED[name]
 
 
 def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
-    """All the same."""
+    """Returns lengths that are always the same."""
     each = len(SHARES)
     return Lengths(Quantiles((prompt_tokens,) * each), Quantiles((output_tokens,) * each))
 
 
-# What is asked, by whom and when: sessions of turns, drawn for a scenario before anything leaves.
-#
-# A session's first turn is due at a time of its own; each further one a pause after the answer to
-# the one before, whose prompt and answer it begins with. Lengths are in tokens.
-
-
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Requests that are drawn. shared_tokens: of the beginning that all sessions of a group have in
-    common, besides the prompt's own. pause_s: on average; exponential."""
+    """Random sessions of turns, drawn before the first request is sent. Lengths are in tokens.
+
+    The first turn of a session is due at its own time, and each later one a pause after the answer
+    before it. Its prompt begins with the previous prompt and answer.
+    """
 
     arrivals: Arrivals
     lengths: Lengths
     scale: float = 1.0
     most_tokens: int | None = None
     shared_tokens: int = 0
+    """Prefix that all sessions of a group share, before the prompt's own tokens."""
     shared_groups: int = 1
     turns: int = 1
     pause_s: float = 0.0
+    """Mean of an exponential distribution."""
 
     @property
     def mean_rate(self) -> float:
-        """Sessions a second."""
+        """Sessions per second."""
         return self.arrivals.mean_rate
 
     def scaled(self, factor: float) -> Drawn:
@@ -275,16 +266,17 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Requests of a trace. speed: how many times as fast as they came. seconds: of the replay, None
-    for all of it."""
+    """The requests of a trace."""
 
     trace: Trace
     speed: float = 1.0
+    """How many times as fast as recorded."""
     scale: float = 1.0
     most_tokens: int | None = None
     seconds: float | None = None
+    """Of the replay; None: all of it."""
     own_s: float = field(default=0.0, init=False)
-    """The trace's own length, to its last request."""
+    """The trace's own duration, up to its last request."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speed < float("inf"):
@@ -294,15 +286,15 @@ class Replay:
 
     @property
     def mean_rate(self) -> float:
-        """Requests a second, over all of the trace."""
+        """Requests per second over the whole trace."""
         return len(self.trace.requests) * self.speed / self.own_s if self.own_s else 1.0
 
     def scaled(self, factor: float) -> Replay:
-        """In the same time, if there is one."""
+        """Keeps the duration, if one is given."""
         return replace(self, speed=self.speed * factor)
 
     def workload(self, seed: int) -> Workload:
-        """seed: chance has no part in it."""
+        """seed: not used, a replay is not random."""
         requests = sorted(self.trace.requests, key=lambda one: one.at_s)
         times = replayed((one.at_s for one in requests), self.speed)
         sessions, shortened = [], 0
@@ -324,14 +316,14 @@ Source = Drawn | Replay
 
 
 def _pieces(request: Recorded, number: int, scale: float) -> Iterator[Piece]:
-    """A block stays one when it is scaled: equal ids have equal tokens."""
+    """A block remains one block when scaled: equal ids have equal tokens."""
     left = max(1, round(request.prompt_tokens * scale))
     if not request.blocks:
         yield Piece(f"own {number} 0", left)
         return
     size = max(1, round(BLOCK * scale))
     for place, block in enumerate(request.blocks, 1):
-        # The last one takes what rounding left over.
+        # The last block absorbs rounding.
         tokens = left if place == len(request.blocks) else min(size, left)
         if tokens:
             yield Piece(f"block {block}", tokens)
@@ -339,8 +331,8 @@ def _pieces(request: Recorded, number: int, scale: float) -> Iterator[Piece]:
 
 
 def _fitted(turn: Turn, most_tokens: int | None) -> tuple[Turn, bool]:
-    """A turn of at most so many tokens, answer included, and whether it was longer. The answer
-    gives way only where it has more than half of them."""
+    """Returns a turn of at most so many tokens, including the answer, and whether it was longer.
+    The answer is shortened only if it has more than half of the tokens."""
     if most_tokens is None or turn.prompt_tokens + turn.output_tokens <= most_tokens:
         return turn, False
     output = min(turn.output_tokens, most_tokens // 2)
@@ -365,10 +357,11 @@ _TOKENS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What flags say instead of the file; None: nothing. rate: the average one."""
+    """Values of flags that replace those of the file; None: not given."""
 
     trace: Path | None = None
     rate: float | None = None
+    """The mean rate."""
     seconds: float | None = None
     speed: float | None = None
     scale: float | None = None
@@ -377,7 +370,7 @@ class Changes:
 
 
 def read(path: Path | None, changes: Changes) -> Source:
-    """Raises InvalidArgument naming the field."""
+    """Reads a scenario. Raises InvalidArgument with the field."""
     table = _Table(_load(path) if path is not None else {})
     for section, name, value in (
         ("lengths", "scale", changes.scale),
@@ -390,7 +383,7 @@ def read(path: Path | None, changes: Changes) -> Source:
     if changes.trace is not None:
         table.said.pop("arrivals", None)
         table.said.setdefault("trace", {})["file"] = str(changes.trace.absolute())
-        # What prompts share, and what follows what, is the trace's to say.
+        # A trace defines itself what prompts share and which requests follow each other.
         table.said.pop("prompts", None)
         for name in ("of", "prompt_tokens", "output_tokens"):
             table.said.get("lengths", {}).pop(name, None)
@@ -491,7 +484,7 @@ def _most_tokens(table: _Table) -> int | None:
 
 
 class _Table:
-    """The file's sections, whose fields have known names."""
+    """The file's sections, whose fields must have known names."""
 
     def __init__(self, said: dict[str, Any]) -> None:
         self.said = said
@@ -524,7 +517,7 @@ class _Table:
 
 
 def skipped(source: Source) -> tuple[str, ...]:
-    """Broken lines of its trace, in words; the first few, and how many more."""
+    """Describes broken lines of the trace: the first few, and the number of others."""
     broken = source.trace.broken if isinstance(source, Replay) else ()
     more = (f"and {len(broken) - traces.SAID} more",) if len(broken) > traces.SAID else ()
     return (*broken[: traces.SAID], *more)

@@ -1,4 +1,4 @@
-"""Looks for the highest rate that is still served well."""
+"""Searches the highest rate that a server sustains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.core.errors import InvalidArgument
 
 
 class Verdict(StrEnum):
-    """Of one rate. UNKNOWN: who asked could not ask that much."""
+    """Of one rate. UNKNOWN: this process could not send that many requests."""
 
     WELL = "within objectives"
     BADLY = "not within objectives"
@@ -20,15 +20,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rates a second. resolution: the search ends when the lowest rate that was served badly is at
-    most so much above the highest that was served well, as a share of it. first: where it begins;
-    0: at the lowest. growth: from one rate to the next as long as only one of both is known."""
+    """The range of a search, in rates per second."""
 
     lowest: float
     highest: float
     resolution: float = 0.05
+    """The search ends when the lowest bad rate is at most this share above the highest good
+    rate."""
     first: float = 0.0
+    """The first rate; 0: the lowest."""
     growth: float = 2.0
+    """Factor between rates while only a good or only a bad rate is known."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument, and ValueError for rates that do not grow."""
@@ -44,13 +46,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """rate: the highest that was served well, None when even the lowest was not. above: the lowest
-    that was not, and `limit` what it was instead; None when all were. tried: in that order."""
+    """The result of a search."""
 
     rate: float | None
+    """The highest good rate; None if even the lowest was bad."""
     above: float | None
+    """The lowest bad rate; None if all were good."""
     limit: Verdict | None
+    """The verdict at `above`."""
     tried: tuple[tuple[float, Verdict], ...]
+    """In order."""
 
     def said(self) -> str:
         lowest, last = self.tried[-1]
@@ -71,9 +76,9 @@ class Found:
 
 
 async def highest(bounds: Range, probe: Callable[[float], Awaitable[Verdict]]) -> Found:
-    """Raises the rate by `growth` until it is too much, or lowers it so until it is not, then
-    halves the distance. Takes it that what is served well at one rate is so at lower ones; a rate
-    that cannot be asked for counts as too much."""
+    """Raises the rate by `growth` until it is bad, or lowers it until it is good, then bisects.
+    Assumes that every rate below a good one is good. A rate that cannot be generated counts as
+    bad."""
     tried: list[tuple[float, Verdict]] = []
     good: float | None = None
     bad: float | None = None

@@ -1,8 +1,8 @@
-"""A run's figures: exact percentiles of all samples, what was within its objectives, whether the
-schedule was kept; draws nothing.
+"""Figures of a run: exact percentiles of all samples, objectives met, and whether the schedule was
+kept.
 
-Latencies are of answers in full, counted from when the request was due. What was refused, failed or
-never sent has no latency; it counts as outside its objectives.
+Latencies are those of complete answers, from when the request was due. Refused, failed or unsent
+requests have no latency and count as missing their objectives.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ BOUND_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Of a request: to its first token, and between tokens on average. lag_s: what 99 % of requests
-    leave within, or the schedule was not kept."""
+    """Limits in seconds."""
 
     first_s: float = 2.0
+    """To the first token."""
     between_s: float = 0.25
+    """Mean between tokens."""
     lag_s: float = 0.01
+    """If 99 % of requests are not sent within this time of being due, the schedule was not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """In seconds, each in order. first_left: to the first token from when the request left."""
+    """In seconds, each in ascending order."""
 
     first: Sequence[float]
     first_left: Sequence[float]
+    """To the first token, from when the request was sent."""
     between: Sequence[float]
     whole: Sequence[float]
     lag: Sequence[float]
@@ -51,7 +54,7 @@ class Latencies:
 
 
 class Summary:
-    """Of one run."""
+    """The figures of one run."""
 
     def __init__(self, run: Run, objectives: Objectives) -> None:
         self.run, self.objectives = run, objectives
@@ -71,8 +74,8 @@ class Summary:
 
     @property
     def share_met(self) -> float:
-        """Of all that were due. Turns that were never due, their session having failed before, are
-        not among them."""
+        """The share of all requests that were due. Turns that were never due, because their session
+        had failed, do not count."""
         return self.met / self.due if self.due else 0.0
 
     @property
@@ -81,22 +84,22 @@ class Summary:
 
     @property
     def kept(self) -> bool:
-        """Whether all left, and 99 % of them in time."""
+        """Whether all requests were sent, 99 % of them in time."""
         return self.lag_s <= self.objectives.lag_s and not self.ends[NOT_SENT]
 
     @property
     def arriving_s(self) -> float:
-        """To the last arrival that could have been, or to the last turn that was due later."""
+        """The time to the last possible arrival, or to the last turn that was due later."""
         last = max((sample.due_s for sample in self.run.samples), default=0.0)
         return max(self.run.seconds, last) or 1.0
 
     @property
     def seconds(self) -> float:
-        """The same, or to the last end if that was later."""
+        """The same, or the time to the last end if later."""
         return max(self.arriving_s, *(sample.ended_s for sample in self.run.samples), 0.0)
 
     def warnings(self) -> list[str]:
-        """What a reader of the figures must know."""
+        """Returns notes that a reader of the figures needs."""
         said = []
         if self.run.stopped:
             said.append("Stopped before its end.")

@@ -152,8 +152,8 @@ def asked(args: argparse.Namespace) -> Sequence[MeasuredSpeed]:
 def calibration_of(told: Sequence[MeasuredSpeed]) -> Calibration:
     """Converts workers' reports to facts for the simulator. All workers of a role are assumed to be
     like the first one, with the mean of their speeds. Prefill curves that decode workers did not
-    measure are those of prefill workers; without a prefill worker, the facts of decode workers stand
-    for both. Raises InvalidArgument without a decode worker."""
+    measure are those of prefill workers; without a prefill worker, the facts of decode workers are
+    used for both roles. Raises InvalidArgument without a decode worker."""
     decode = speed_of(told, "decode")
     if decode is None:
         raise InvalidArgument("names no decode worker", field="calibrate")

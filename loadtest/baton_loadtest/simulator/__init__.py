@@ -1,5 +1,5 @@
-"""A fleet in virtual time: `core`'s own schedulers and routing policy, with steps of known length.
+"""Simulates a fleet in virtual time, with core's schedulers and routing policy.
 
-Comes in: traffic, and what workers can do (a file of speeds, or their own measurements). Goes out:
-what became of each request, and figures of the whole. Nothing here waits, opens or starts anything.
+In: traffic, and workers' speeds (from a file, or from running workers). Out: the outcome of each
+request, and overall figures. Nothing here waits, opens a connection or starts a process.
 """

@@ -1,8 +1,7 @@
-"""Autoscaler, which makes a simulated fleet as large as a rule says; decides no size itself.
+"""Scales a simulated fleet by a rule.
 
-A worker that is asked for serves after its start-up time and is paid for from the beginning. Where
-there are too many, those that are still starting are called off first, then the ones with least to
-do leave in order.
+A new worker serves after its start-up time and is paid for from the beginning. To shrink a pool,
+workers that are still starting are cancelled first; then the least loaded ones are drained.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from baton_loadtest.simulator.settings import FleetFacts
 from baton_loadtest.simulator.simulation import Simulation
 
 LOOK_S = 1.0
-"""Between two looks at who is busy."""
+"""Interval between checks of how busy workers are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A pool now. workers: that serve or start. busy: share of its workers' time in which a step
-    ran, of the last period."""
+    """The current state of a pool."""
 
     workers: int
+    """That serve or start."""
     busy: float
+    """Share of the workers' time in the last period in which a step ran."""
 
 
 class Choice(Protocol):
-    """A rule. Asked for both pools, every period."""
+    """A rule, evaluated for both pools every period."""
 
     def prefill(self, now: float, seen: Seen, signals: PrefillSignals) -> int: ...
 
@@ -40,7 +40,7 @@ class Choice(Protocol):
 
 
 class Leading:
-    """core's rule."""
+    """Core's rule."""
 
     def __init__(self, rule: ScalingRule) -> None:
         self._rule = rule
@@ -53,8 +53,8 @@ class Leading:
 
 
 class Reactive:
-    """By how busy workers were, as Kubernetes' HPA goes by CPU: to as many as would be `busy`,
-    unless that is nearly so; shrinks to the most of the last hold_s."""
+    """Scales by how busy workers were, as Kubernetes' HPA does by CPU: to the number that would be
+    `busy`, unless that is close; shrinks to the maximum of the last hold_s."""
 
     TOLERANCE = 0.1
 
@@ -82,7 +82,7 @@ class Reactive:
 
 
 class _Pool:
-    """starting: tokens of workers that were asked for and may still be called off."""
+    """starting: one token per worker that is starting and can be cancelled."""
 
     def __init__(self, workers: int) -> None:
         self.serving = set(range(workers))
@@ -96,7 +96,7 @@ class _Pool:
 
 
 class Autoscaler:
-    """told: the time and how many workers of each pool are paid for, at every look."""
+    """told: called at every check with the time and the number of paid workers of each pool."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Reads what a fleet's workers can do from a JSON file; says which field is wrong.
+"""Reads the speeds and sizes of a fleet's workers from a JSON file, and reports faulty fields.
 
     {"model": {"max_model_len": 131072, "kv_bytes_per_position": 131072},
      "prefill": {"num_blocks": 8000, "block_size": 64, "step_tokens": 8192, "speed": {…}},
      "decode": {…}}
 
 A speed's fields are those of core's WorkerSpeed, as workers report them; the others are those of
-the simulator's WorkerFacts. prefill may be left out where no worker has that role.
+the simulator's WorkerFacts. prefill may be absent if no worker has that role.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _SPEED = {field.name for field in fields(WorkerSpeed)}
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """kv_bytes: that one position takes on the wire."""
+    """The facts of both roles."""
 
     prefill: WorkerFacts
     decode: WorkerFacts
     kv_bytes: int
+    """Bytes of one position on the wire."""
     max_model_len: int
 
 
 def read_speeds(path: Path) -> Calibration:
-    """Raises InvalidArgument, naming file and field."""
+    """Raises InvalidArgument with file and field."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

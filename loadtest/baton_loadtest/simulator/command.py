@@ -1,4 +1,4 @@
-"""`baton simulate`: reads flags and files, runs the simulator and shows what came out."""
+"""`baton simulate`: simulates a fleet with traffic from a file and shows the figures."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _progress(total: int) -> Any:
 
 
 def _line(record: Record) -> dict[str, Any]:
-    """Times in seconds from the start; gaps: [middle of the class in seconds, how many]."""
+    """Times are seconds from the start; gaps: [middle of the class in seconds, count]."""
     from baton_loadtest.simulator.requests import middle
 
     return {

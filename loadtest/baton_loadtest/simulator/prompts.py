@@ -1,9 +1,9 @@
-"""Prompt and Text, inputs of known length whose content is only named; hold no tokens.
+"""Inputs of known length whose content is only named, without tokens.
 
-A simulated prompt may have a hundred thousand tokens, and nobody reads them: what matters of them
-is how many there are and which prefixes are equal. So a stretch of a prompt is a name; two prompts
-share a prefix as far as their names are equal. Hashes of blocks and units are made of names, by a
-chain of the same kind as core's, once for all workers that see the prompt.
+A simulated prompt may have a hundred thousand tokens, of which only the number and the equality of
+prefixes matter. So each stretch of a prompt has a name, and two prompts share a prefix as far as
+their names are equal. The hashes of blocks and units are chained hashes of names, as core's are of
+tokens, computed once for all workers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule, val
 
 _PLACE = Struct("<qq").pack
 _OWN = -1
-"""Is no name: what only one prompt has."""
+"""Not a name: content that only one prompt has."""
 
 
 class Prompt:
-    """length: in tokens. names: of its stretches of `stretch` tokens, the last one may be shorter;
-    what they do not cover is like nothing else. own: tells it from all others; 0 or more.
+    """length: in tokens. names: of stretches of `stretch` tokens, the last of which may be shorter;
+    tokens beyond them are unique to this prompt. own: identifies the prompt; at least 0.
 
-    Raises InvalidArgument for a stretch that is no whole number of units.
+    Raises InvalidArgument for a stretch that is not a multiple of a unit.
     """
 
     __slots__ = ("_links", "_units", "length", "names", "own", "stretch")
@@ -47,13 +47,14 @@ class Prompt:
 
     @property
     def hashes(self) -> bytes:
-        """Of its full units, concatenated: what a router asks workers for."""
+        """Returns the concatenated hashes of its full units, which a router looks up."""
         if not self._units:
             self._units = b"".join(self._chain(UNIT_TOKENS))
         return self._units
 
     def links(self, size: int) -> list[PrefixLink]:
-        """Of its full blocks of so many positions, which divide a stretch."""
+        """Returns the links of its full blocks. size: positions of a block, a divisor of a
+        stretch."""
         known = self._links.get(size)
         if known is None:
             known, parent = [], b""
@@ -65,13 +66,13 @@ class Prompt:
         return known
 
     def own_link(self, parent: bytes, index: int, size: int) -> PrefixLink:
-        """Of a block that reaches beyond the prompt, into its own output."""
+        """Returns the link of a block that extends into the output."""
         content = _PLACE(_OWN - self.own, index)
         digest = _hash(parent, content)
         return PrefixLink(digest, parent, content, index, self._units_of(index, size))
 
     def forget(self) -> None:
-        """Nobody will ask for what can be made again."""
+        """Drops what can be computed again."""
         self._units, self._links = b"", {}
 
     def _content(self, first: int) -> bytes:
@@ -81,7 +82,7 @@ class Prompt:
         return _PLACE(_OWN - self.own, first)
 
     def _chain(self, size: int) -> list[bytes]:
-        """A digest for each full part of so many tokens, over all up to its end."""
+        """Returns a digest for each full part of so many tokens, over all tokens up to its end."""
         found, previous, content = [], b"", self._content
         for first in range(0, self.length - size + 1, size):
             previous = blake2b(previous + content(first), digest_size=HASH_BYTES).digest()
@@ -89,7 +90,7 @@ class Prompt:
         return found
 
     def _units_of(self, index: int, size: int) -> tuple[bytes, ...]:
-        """Those that end in a block."""
+        """Returns the hashes of units that end in a block."""
         hashes = self.hashes
         if size == UNIT_TOKENS and HASH_BYTES * index < len(hashes):
             return (hashes[HASH_BYTES * index : HASH_BYTES * (index + 1)],)
@@ -102,7 +103,7 @@ class Prompt:
 
 
 class Text(Many[int]):
-    """A prompt and `made` tokens behind it, which are only counted."""
+    """A prompt and `made` output tokens, which are only counted."""
 
     __slots__ = ("length", "prompt")
 
@@ -120,12 +121,12 @@ class Text(Many[int]):
     def __getitem__(self, index: slice) -> Many[int]: ...
 
     def __getitem__(self, index: int | slice) -> int | Many[int]:
-        """Every token is its own position: a slice takes no memory."""
+        """Every token is its own position, so a slice takes no memory."""
         return range(self.length)[index]
 
 
 class NamedChain(PrefixChain):
-    """A prompt's chain as its names make it."""
+    """A prompt's prefix chain, from its names."""
 
     __slots__ = ("_prompt",)
 
@@ -151,13 +152,8 @@ def _hash(previous: bytes, content: bytes) -> bytes:
     return blake2b(previous + content, digest_size=HASH_BYTES).digest()
 
 
-# CountingScheduler, core's scheduler for inputs whose tokens are only counted.
-#
-# How a group is made of an attempt is all that it replaces; it takes one choice a request.
-
-
 TOKEN = 0
-"""That every step samples for everyone."""
+"""The token that every step samples."""
 
 VOCABULARY = 1
 
@@ -167,8 +163,7 @@ _GREEDY = SamplingParams(temperature=0.0)
 def attempt_of(
     request_id: str, number: int, prompt: Prompt, output_tokens: int, made: int = 0
 ) -> Attempt:
-    """What workers are given to run; for a `CountingScheduler` only. made: output tokens of the
-    attempts before."""
+    """Returns an attempt for a `CountingScheduler`. made: output tokens of earlier attempts."""
     return Attempt(
         request_id=request_id,
         attempt=number,
@@ -181,7 +176,7 @@ def attempt_of(
 
 
 class CountingSequence(Sequence):
-    """A sequence that counts its tokens instead of keeping them."""
+    """A sequence that counts its tokens instead of storing them."""
 
     __slots__ = ("_text",)
 
@@ -199,13 +194,14 @@ class CountingSequence(Sequence):
         return ChoiceTokens(self.key, position, last)
 
     def advance(self, steps: int) -> None:
-        """So many steps have made a token each, and none of them ended it."""
+        """Applies so many steps with a token each, none of which ends the sequence."""
         self._text.length += steps
         self.num_computed_tokens += steps
 
 
 class CountingScheduler(Scheduler):
-    """Takes what `attempt_of` made."""
+    """Core's scheduler for attempts of `attempt_of`, whose tokens are only counted. It replaces how
+    a group is made of an attempt, and supports one choice per request."""
 
     def make_group(
         self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None

@@ -1,4 +1,4 @@
-"""EventQueue, virtual time and what happens when."""
+"""Virtual time and a queue of events."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from heapq import heappop, heappush
 from typing import Any
 
 STEP_ENDS, ANYTHING, IDLE = 0, 1, 2
-"""Of two things at one time the end of a step comes first: what arrives with it meets a worker that
-is done. Last comes what happens again and again while nothing else does. Within one class, what was
-said first comes first."""
+"""The order of events at the same time. Ends of steps are first: an event that arrives at that time
+finds the worker free. Periodic events are last. Within a class the order is that of the calls."""
 
 
 class EventQueue:
-    """now: in seconds, from 0. Never goes back."""
+    """now: seconds from 0, never decreasing."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,7 +21,7 @@ class EventQueue:
         self._number = 0
 
     def at(self, time: float, do: Callable[..., None], *args: Any, order: int = ANYTHING) -> None:
-        """Calls do(*args) at a time, or now where that is over."""
+        """Schedules do(*args) at a time, or now if that is over."""
         self._number += 1
         heappush(self._heap, (max(time, self.now), order, self._number, do, args))
 
@@ -31,11 +30,11 @@ class EventQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to do that anybody waits for."""
+        """Whether only periodic events remain."""
         return all(order == IDLE for _, order, *_ in self._heap)
 
     def run(self, until: float) -> bool:
-        """Until nothing is left to do, or a time is reached. Whether everything was done."""
+        """Runs until no events remain or a time is reached. Returns whether none remain."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, _, do, args = heappop(heap)

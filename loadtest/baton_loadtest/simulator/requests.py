@@ -1,4 +1,4 @@
-"""Request, what comes in, and Record, what became of it."""
+"""Requests, their records, and the times of their tokens."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, exp, log, sqrt
 
-# Cadence, the times at which a row of quiet decode steps ends.
-#
-# While the same sequences run, each step reads as many positions more than the one before as there
-# are sequences, so steps grow longer by the same time each.
-
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """began: when the first step began. first_s: how long it takes, above 0; more_s: by how much
-    each one takes longer than the one before."""
+    """The times at which consecutive quiet decode steps end.
+
+    While the same sequences run, each step reads one more position per sequence than the step
+    before, so each takes longer by the same time.
+    """
 
     began: float
+    """When the first step began."""
     first_s: float
+    """Duration of the first step, above 0."""
     more_s: float
+    """Difference of duration between consecutive steps."""
 
     def end(self, steps: int) -> float:
-        """When so many steps are done."""
+        """Returns when so many steps have ended."""
         return self.began + steps * self.first_s + self.more_s * (steps * (steps - 1) / 2)
 
     def length(self, step: int) -> float:
-        """Of a step, from 0."""
+        """Returns the duration of a step, counted from 0."""
         return self.first_s + step * self.more_s
 
     def done(self, now: float) -> int:
-        """How many steps have ended by a time."""
+        """Returns how many steps have ended by a time."""
         passed = now - self.began
         if self.more_s > 0.0:
             half = self.first_s - self.more_s / 2
@@ -38,7 +39,7 @@ class Cadence:
         else:
             found = passed / self.first_s
         steps = max(0, int(found))
-        # By the same rounding as `end`, which is what counts.
+        # Uses the rounding of `end`, which is the reference.
         while self.end(steps + 1) <= now:
             steps += 1
         while steps and self.end(steps) > now:
@@ -46,33 +47,28 @@ class Cadence:
         return steps
 
     def after(self, steps: int) -> Cadence:
-        """The steps behind so many."""
+        """Returns the cadence of the steps after the first `steps`."""
         return Cadence(self.end(steps), self.length(steps), self.more_s)
 
 
-# Gaps, times between tokens in classes that grow by 2 %; keeps no single one.
-#
-# Also of many steps at once, by their Cadence.
-
-
 GROWTH = log(1.02)
-"""Of a class's bounds, so that a quantile is right within 1 %."""
+"""Growth of a class's bounds, so that a quantile is within 1 %."""
 
 Counts = dict[int, int]
 
 
 def class_of(seconds: float) -> int:
-    """Times of 0 are in the class of a nanosecond."""
+    """Returns the class of a time between tokens. A time of 0 is in the class of a nanosecond."""
     return int(log(max(seconds, 1e-9) / 1e-9) / GROWTH)
 
 
 def middle(which: int) -> float:
-    """Seconds that stand for a class."""
+    """Returns the seconds that represent a class."""
     return 1e-9 * exp((which + 0.5) * GROWTH)
 
 
 def of_steps(cadence: Cadence, first: int, end: int) -> list[tuple[int, int]]:
-    """(class, how many) of the steps from `first` to before `end`."""
+    """Returns (class, count) of steps [first, end)."""
     found: list[tuple[int, int]] = []
     while first < end:
         which = class_of(cadence.length(first))
@@ -94,7 +90,7 @@ def merged(many: Iterable[Counts]) -> Counts:
 
 
 def gap_quantile(counts: Counts, share: float) -> float:
-    """Seconds that this share of all is at most, within 1 %; 0.0 of none."""
+    """Returns a quantile in seconds, within 1 %; 0.0 if empty."""
     total = sum(counts.values())
     left = min(total - 1, int(share * total))
     for which in sorted(counts):
@@ -106,48 +102,53 @@ def gap_quantile(counts: Counts, share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """arrival: seconds from the start. input_tokens, output_tokens: at least 1. names: of the
-    input's stretches of `stretch` tokens, see `Prompt`; empty: shares nothing with others."""
+    """A request that arrives."""
 
     arrival: float
+    """Seconds from the start."""
     input_tokens: int
+    """At least 1."""
     output_tokens: int
+    """At least 1."""
     names: tuple[int, ...] = ()
+    """Names of the input's stretches of `stretch` tokens, see `Prompt`; empty: shares nothing."""
     stretch: int = 512
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One request's fate. Times are virtual seconds, None: never.
-
-    placed: when it first got workers. prefill, decode: numbers of its last workers in their roles;
-    prefill None: decode computed its prompt itself. cached_tokens: of its prompt, where it was
-    computed. moved_tokens: whose KV was handed over. refused: why it got no answer, or "". gaps:
-    times between its tokens, by class. last: of its newest token.
-    """
+    """The outcome of one request. Times are virtual seconds; None: never."""
 
     number: int
     request: Request
     placed: float | None = None
+    """When it was first assigned workers."""
     first_token: float | None = None
     ended: float | None = None
     prefill: int | None = None
+    """Number of its last prefill worker; None: decode computed its prompt."""
     decode: int | None = None
+    """Number of its last decode worker."""
     cached_tokens: int = 0
+    """Cached tokens of its prompt, on the worker that computed it."""
     moved_tokens: int = 0
+    """Tokens whose KV was handed over."""
     attempts: int = 0
     tokens: int = 0
     refused: str = ""
+    """Why it was not answered, or ""."""
     last: float = 0.0
+    """When its newest token arrived."""
     gaps: Counts = field(default_factory=dict)
+    """Times between its tokens, by class."""
 
     @property
     def first_token_s(self) -> float | None:
-        """From arrival."""
+        """The time from arrival to the first token."""
         return None if self.first_token is None else self.first_token - self.request.arrival
 
     def token(self, now: float) -> None:
-        """One more; of an attempt that had to begin again only what is new counts."""
+        """Adds a token. After a restarted attempt only new tokens count."""
         if self.first_token is None:
             self.first_token = now
         else:
@@ -157,8 +158,8 @@ class Record:
         self.tokens += 1
 
     def many(self, first: float, last: float, count: int, between: list[tuple[int, int]]) -> None:
-        """So many tokens more, the first and the last of them at these times, and what lies between
-        them by class."""
+        """Adds `count` tokens, of which the first and the last have these times; between: the times
+        between them, by class."""
         self.token(first)
         for which, number in between:
             self.gaps[which] = self.gaps.get(which, 0) + number

@@ -1,7 +1,8 @@
-"""Router, where requests wait and get workers: core's fair queue, flight window and policy.
+"""The router: requests wait for workers in core's fair queue, with its limiter and policy.
 
-As in the router itself an attempt gets workers when it is its turn, the window has room, and there
-are workers that are not full; who waits in vain is refused. Knows workers only by their reports.
+As in the real router an attempt gets workers when it is first in the queue, the limiter allows it,
+and workers have room; requests that wait too long are refused. The router uses only workers'
+reports.
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.requests import Record
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
 
-# Seen and SeenPool, a fleet's workers as the router sees them: from reports that are a little old.
-#
-# What the router has given to a worker since counts at once, as in the router itself.
-
 
 class Seen:
-    """One worker. number: in its pool."""
+    """One worker as the router sees it: by its last report, plus what was placed there since.
+
+    number: in its pool.
+    """
 
     def __init__(self, pool: SeenPool, number: int) -> None:
         self.number = number
@@ -42,7 +42,7 @@ class Seen:
         self._fresh = [0, 0, 0]
 
     def gone(self) -> None:
-        """It is no more: nobody gets a place there, and nobody finds a prefix."""
+        """Removes the worker: no request is placed there, and its prefixes are not found."""
         self.load = None
         self.is_gone = True
         self._pool.index.leave(self._index_number)
@@ -58,7 +58,7 @@ class Seen:
         self.changed()
 
     def place(self, tokens: int, positions: int) -> None:
-        """Gives it a sequence with so many positions, and so many tokens to prefill."""
+        """Places a sequence with so many positions, of which `tokens` are to be prefilled."""
         self.placed_sequences += 1
         self._placed_tokens += tokens
         self._fresh = [self._fresh[0] + 1, self._fresh[1] + tokens, self._fresh[2] + positions]
@@ -70,7 +70,7 @@ class Seen:
         self.changed()
 
     def changed(self) -> None:
-        """Something that the router decides by."""
+        """Marks the snapshot as stale, after a change that affects decisions."""
         self.books.read(self.load, self.placed_sequences)
         facts = self._pool.facts
         places = facts.max_running if self._pool.role == "decode" else 0
@@ -85,7 +85,7 @@ class Seen:
         return self.books.has_kv(self.placed_sequences, self._pool.facts.block_size, positions)
 
     def snapshot(self) -> WorkerSnapshot | None:
-        """None before its first report."""
+        """Returns None before the first report."""
         if self.load is None:
             return None
         pool = self._pool
@@ -110,8 +110,8 @@ class Seen:
 
 
 class SeenPool:
-    """All workers of a role. full: instance ids that should get nothing more now; shared by both
-    pools. stale: whose snapshots have to be made again."""
+    """All workers of a role. full: instance ids of workers that should get nothing more now; both
+    pools share it."""
 
     def __init__(
         self, role: str, facts: WorkerFacts, fleet: FleetFacts, count: int, full: set[str]
@@ -129,7 +129,7 @@ class SeenPool:
             self.join()
 
     def join(self) -> int:
-        """Another worker's number."""
+        """Adds a worker and returns its number."""
         seen = Seen(self, len(self.workers))
         self.workers.append(seen)
         self._snapshots.append(None)
@@ -154,16 +154,17 @@ PATIENCE = 2.0
 SWEEP_S = 0.1
 TOO_LONG = "It does not fit a worker."
 MAX_FULL = 64
-"""How often a request may find its workers full before it is refused."""
+"""How often a request may be rejected by full workers before it is refused."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedWaiter:
-    """busy: until when workers that refused it are passed over, by instance id."""
+    """A waiting request."""
 
     record: Record
     prompt: Prompt
     busy: dict[str, float] = field(default_factory=dict)
+    """By instance id, the time until which a worker that rejected it is skipped."""
     waited: bool = False
 
 
@@ -172,7 +173,7 @@ Start = Callable[["Stay"], None]
 
 
 class Stay:
-    """Implements `Owner`: what one attempt takes of its workers, as the router counts it."""
+    """The resources of one attempt in the router's accounting. Implements `Owner`."""
 
     def __init__(
         self, router: Router, entry: Entry[SimulatedWaiter], decision: Decision, seen: Seen | None,
@@ -244,7 +245,7 @@ class Stay:
 
 
 class Router:
-    """start: sends off what got its workers. ended: told of every request that is over."""
+    """start: sends off a request that has workers. ended: called for every finished request."""
 
     def __init__(
         self,
@@ -270,12 +271,12 @@ class Router:
         )
         self._drain = DrainRate()
         self.waiting_tokens = 0
-        """Of prompts, and of what was made in attempts before."""
+        """Tokens of waiting prompts, and those generated by earlier attempts."""
         self._turning: float | None = None
         self._turned_at = self._swept_at = float("-inf")
 
     def enter(self, record: Record, prompt: Prompt) -> None:
-        """A request whose tokens are known."""
+        """Queues a request whose tokens are known."""
         request = record.request
         cost = request.input_tokens + request.output_tokens
         entry = Entry(SimulatedWaiter(record, prompt), "", 1.0, 0, cost, self.queue.now)
@@ -287,7 +288,8 @@ class Router:
         entry.item.waited = entry.item.record.placed is None
 
     def turn(self) -> None:
-        """There may be room. While nobody gets a place one looks again now and then only."""
+        """Places requests while there is room. If none can be placed, it retries only now and
+        then."""
         now = self.queue.now
         if not len(self._waiting):
             return
@@ -308,7 +310,7 @@ class Router:
         self._note()
 
     def again(self, entry: Entry[SimulatedWaiter], worker: Seen) -> None:
-        """An attempt was refused as too much by a worker; another one follows."""
+        """Queues an attempt again that a full worker rejected."""
         waiter = entry.item
         self.window.congested(self.queue.now)
         waiter.busy[worker.identity.instance_id] = self.queue.now + BUSY_S
@@ -325,7 +327,7 @@ class Router:
         self.turn()
 
     def done(self, entry: Entry[SimulatedWaiter]) -> None:
-        """It has all its tokens."""
+        """Finishes a request that has all its tokens."""
         record = entry.item.record
         record.ended = record.last
         self._ended(entry.item)
@@ -343,7 +345,8 @@ class Router:
             self.turn()
 
     def _next(self, now: float) -> tuple[Entry[SimulatedWaiter], Stay] | None:
-        """The first that need not wait any longer. Nobody passes another one who wants the same."""
+        """Returns the first request that can be placed. No request overtakes another one with the
+        same needs."""
         blocked: set[tuple[bool, bool]] = set()
         for entry in self._waiting.heads():
             waiter = entry.item
@@ -387,7 +390,7 @@ class Router:
         return decide(demand, prefills, decodes, self._facts.router.policy, now)
 
     def _sweep(self, now: float) -> None:
-        """Refuses those who would wait in vain."""
+        """Refuses requests that have waited too long."""
         if now - self._swept_at < SWEEP_S:
             return
         self._swept_at = now
@@ -422,5 +425,5 @@ class Router:
 
 
 def input_tokens(waiter: SimulatedWaiter) -> int:
-    """Of its next attempt: the prompt and what was made."""
+    """Returns the input tokens of its next attempt: the prompt and the tokens generated so far."""
     return waiter.prompt.length + waiter.record.tokens

@@ -1,4 +1,4 @@
-"""What a simulated fleet is made of; runs nothing."""
+"""The settings of a simulated fleet."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from baton_loadtest.simulator.prompts import VOCABULARY
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """One role's workers. speed: their step times, and what they report. step_tokens: prompt tokens
-    that a step computes at most. The other fields are as a worker's options.
-    """
+    """The workers of one role. Fields without a description are a worker's options."""
 
     speed: WorkerSpeed
+    """Step durations, which workers also report."""
     num_blocks: int
     block_size: int = 16
     step_tokens: int = 512
+    """Maximum number of prompt tokens that a step computes."""
     max_running: int = 64
     batch_window_s: float = 0.002
     told: WorkerSpeed = field(init=False)
-    """As workers say it of themselves."""
+    """The speed as workers report it."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -64,14 +64,14 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RouterFacts:
-    """As the router's own options. routers: that share the traffic; they are simulated as one whose
-    window and queue are as large as all of theirs. max_queue_s: how long a request may wait for its
-    turn.
-    """
+    """The router's options. Several routers are simulated as one with their total window and
+    queue."""
 
     policy: RoutingPolicy = field(default_factory=RoutingPolicy)
     routers: int = 1
+    """Number of routers that share the traffic."""
     max_queue_s: float = 10.0
+    """How long a request may wait in the queue."""
     max_queued: int = 1024
     max_queued_tokens: int = 1 << 20
 
@@ -83,21 +83,23 @@ class RouterFacts:
             raise InvalidArgument("must be more than 0", field="max_queue_s")
 
     def window(self) -> ConcurrencyLimiter:
-        """As it is at the start."""
+        """Returns the limiter in its initial state."""
         many = self.routers
         return ConcurrencyLimiter(many * FIRST_WINDOW, many * WINDOW_STEP, many * LARGEST_WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Seconds. hop_s: any message from one process to another. report_s: workers look this often
-    for news of themselves to tell. heartbeat_s: told even without. tokenize_s: from a request's
-    arrival until its tokens are known."""
+    """Delays in seconds."""
 
     hop_s: float = 0.001
+    """Of any message between processes."""
     report_s: float = 0.05
+    """Interval at which workers check for news to report."""
     heartbeat_s: float = 0.5
+    """Interval of reports without news."""
     tokenize_s: float = 0.0
+    """From a request's arrival until its tokens are known."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgument."""
@@ -111,26 +113,27 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class FleetFacts:
-    """prefills, decodes: how many workers; without prefills decode workers prefill what they decode
-    (the aggregated set-up). kv_bytes: that one position takes on the wire. skip: quiet decode steps
-    are taken at once instead of one by one; the results are the same.
-    """
+    """A fleet. Without prefill workers, decode workers prefill their requests (aggregated)."""
 
     prefill: WorkerFacts
     decode: WorkerFacts
     prefills: int
+    """Number of prefill workers."""
     decodes: int
+    """Number of decode workers."""
     kv_bytes: int
+    """Bytes of one position on the wire."""
     max_model_len: int = 131072
     router: RouterFacts = field(default_factory=RouterFacts)
     delays: Delays = field(default_factory=Delays)
     skip: bool = True
+    """Take quiet decode steps at once instead of one by one; the results are the same."""
     model: ModelDescription = field(init=False)
     layout: KvLayout = field(init=False)
-    """The same for all: only the bytes matter, which kv_bytes names."""
+    """The same for all workers: only the size in bytes matters, which kv_bytes defines."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument, naming the field."""
+        """Raises InvalidArgument with the field."""
         model = ModelDescription(
             "simulated", "model", self.max_model_len, VOCABULARY, (), "tokenizer"
         )
@@ -141,7 +144,7 @@ class FleetFacts:
         for name in ("decodes", "kv_bytes", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidArgument("must be at least 1", field=name)
-        # Measured, all of a step's time may have come out as that of its sequences.
+        # A measurement may attribute all of a step's time to its sequences.
         if self.decode.speed.decode_s(1, 1) <= 0.0:
             raise InvalidArgument("a decode step must take time", field="decode.speed.step_s")
         if not self.decode.speed.prefills:

@@ -1,8 +1,8 @@
-"""simulate, a fleet and its traffic from the first request to the last; reads no files.
+"""Simulates a fleet and its traffic from the first request to the last.
 
-Everything that decides is core's: both schedulers with their pools and prefix caches, the fair
-queue, the flight window, the routing policy over reports. What is made up is time: how long steps,
-messages, hand-overs take is told by `FleetFacts`.
+All decisions are made by core: both schedulers with their pools and prefix caches, the fair queue,
+the concurrency limiter, the routing policy on workers' reports. Only time is simulated:
+`FleetFacts` has the durations of steps, messages and hand-overs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from baton_loadtest.simulator.router import PATIENCE, Router, SeenPool, Simulate
 from baton_loadtest.simulator.settings import FleetFacts
 from baton_loadtest.simulator.workers import DecodeWorker, PrefillWorker, Tell, Use
 
-# Link, a worker's end of the network that KV moves on.
-
 
 class Link:
-    """Moves one thing after another, at bytes_per_s."""
+    """A worker's end of the network for KV, which moves one transfer after another."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -35,7 +33,7 @@ class Link:
         self.bytes = 0
 
     def take(self, now: float, num_bytes: int) -> float:
-        """When bytes that are ready now have passed this end."""
+        """Returns when bytes that are ready now have passed this end."""
         seconds = num_bytes / self._bytes_per_s if num_bytes else 0.0
         self._free_at = max(self._free_at, now) + seconds
         self.busy_s += seconds
@@ -44,31 +42,21 @@ class Link:
 
 
 def moved(now: float, num_bytes: int, sender: Link, receiver: Link) -> float:
-    """When they are at the receiver: both ends are taken, by both at once."""
+    """Returns when the bytes are at the receiver. Both ends are occupied at the same time."""
     return max(sender.take(now, num_bytes), receiver.take(now, num_bytes))
 
 
-# AttemptRun, one attempt on its workers: both legs, the hand-over, and what the router is told.
-#
-# Decides nothing.
-#
-#     prefill plans its first chunk ──► decode reserves ──► prefill may send ──► KV, chunk by chunk
-#     the last chunk has arrived ──► the hand-over's end (handover_s) ──► decode goes on
-#
-# When decode has no room the attempt is over, and the router finds another place for the request.
-
-
 class Owner(Protocol):
-    """The router's side of an attempt. Each is called when the router hears of it."""
+    """The router's side of an attempt. Each method is called when the router receives the news."""
 
     def answered(self, queue_s: float, compute_s: float) -> None:
-        """The first token is there, or all KV. May come twice."""
+        """The first token, or all KV, has arrived. It may be called twice."""
 
     def ended(self) -> None:
-        """All its tokens are there."""
+        """All its tokens have arrived."""
 
     def failed(self, error: BatonError, *, full: bool, where: str) -> None:
-        """It is over. full: there was no room at the worker of that role."""
+        """The attempt failed. full: the worker of role `where` had no room."""
 
 
 class SimulatedSender:
@@ -88,8 +76,16 @@ class SimulatedReceiver:
 
 
 class AttemptRun:
-    """Implements `Run`. receiver None: prefill alone makes the only token. sender None: decode
-    computes the prompt. At least one is set."""
+    """One attempt on its workers: both phases and the hand-over. Implements `Run`.
+
+        prefill plans its first chunk ──► decode reserves ──► prefill may send ──► KV in chunks
+        the last chunk has arrived ──► the hand-over's end (handover_s) ──► decode continues
+
+    If decode has no room the attempt fails, and the router places the request again.
+
+    Without a receiver prefill makes the only token; without a sender decode computes the prompt. At
+    least one is set.
+    """
 
     def __init__(
         self,
@@ -116,7 +112,7 @@ class AttemptRun:
         self._computed = self._sent = 0
 
     def start(self) -> None:
-        """The router sends it off."""
+        """Sends the attempt from the router to its workers."""
         self._queue.after(self._hop_s, self._arrive)
 
     def planned(self) -> None:
@@ -198,7 +194,7 @@ class AttemptRun:
         self._send()
 
     def _send(self) -> None:
-        """What is computed and was not sent; with the last of it the hand-over comes to its end."""
+        """Sends what is computed and not yet sent. After the last part the hand-over ends."""
         if not self._granted or self._sender is None or self._receiver is None:
             return
         positions = max(0, self._computed - self._sent)
@@ -220,36 +216,42 @@ class AttemptRun:
         self._unpin()
 
     def _unpin(self) -> None:
-        """Prefill hears a moment later that nobody wants its KV any more."""
+        """Releases the KV at prefill, after the delay of a message."""
         assert self._sender is not None
         self._queue.after(self._hop_s, self._sender.worker.release, self._attempt.key)
 
 
 STUCK_S = 60.0
-"""Between two looks whether anything moves, besides what requests may wait."""
+"""Interval of checks for progress, in addition to the time that requests may wait."""
 
 LEFT_S = 0.25
-"""Between two looks whether a leaving worker has nothing left."""
+"""Interval of checks whether a leaving worker is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """records: by number, in order of arrival. prefills, decodes: use by worker number. end: when
-    the last thing happened, in virtual seconds. link_s: in which each decode worker's link was
-    busy. events, decisions: how many the simulation took; preemptions: of decode workers."""
+    """The result of a simulation."""
 
     records: list[Record]
+    """By number, in order of arrival."""
     prefills: list[Use]
+    """By worker number."""
     decodes: list[Use]
+    """By worker number."""
     end: float
+    """Virtual seconds at the last event."""
     link_s: list[float]
+    """How long each decode worker's link was busy."""
     events: int
+    """Number of events of the simulation."""
     decisions: int
+    """Number of placement decisions."""
     preemptions: int
+    """Of decode workers."""
 
 
 class Simulation:
-    """One run. `run` is called once."""
+    """One run. `run` may be called once."""
 
     def __init__(self, facts: FleetFacts) -> None:
         self.queue = queue = EventQueue()
@@ -258,7 +260,7 @@ class Simulation:
         self._over = 0
         self._all_came = False
         self.arrived_s = 0.0
-        """Of a prefill worker's time that all prompts so far take, with nothing cached."""
+        """Prefill time of all prompts so far, without cached prefixes."""
         self._progress: Callable[[float, int], None] = lambda now, done: None
         full: set[str] = set()
         self._prefills = SeenPool("prefill", facts.prefill, facts, 0, full)
@@ -274,7 +276,7 @@ class Simulation:
             self.join("prefill")
 
     def join(self, role: str) -> int:
-        """One more worker, which serves from now on. Its number."""
+        """Adds a worker, which serves from now on, and returns its number."""
         facts, queue = self._facts, self.queue
         link = Link(facts.decode.speed.link_bytes_per_s)
         if role == "prefill":
@@ -295,7 +297,7 @@ class Simulation:
         return number
 
     def leave(self, role: str, number: int, left: Callable[[], None]) -> None:
-        """A worker takes nothing new and finishes what it has; `left` is called when it is gone."""
+        """Drains a worker: it accepts nothing new; `left` is called when it is empty."""
         self._ends(role)[number].worker.leave()
         self._look_whether_left(role, number, left)
 
@@ -305,7 +307,7 @@ class Simulation:
     def _look_whether_left(self, role: str, number: int, left: Callable[[], None]) -> None:
         pool = self._prefills if role == "prefill" else self._decodes
         seen = pool.workers[number]
-        # What routers have sent and it does not have yet counts, too.
+        # Attempts that routers have sent but that have not arrived count, too.
         if self._ends(role)[number].worker.is_empty and not seen.placed_sequences:
             seen.gone()
             self._share()
@@ -316,7 +318,7 @@ class Simulation:
 
     @property
     def _sharing(self) -> int:
-        """Decode workers that share a prefill worker's pool."""
+        """The number of decode workers that share a prefill worker's pool."""
         return max(1, sum(not seen.is_gone for seen in self._decodes.workers))
 
     def _share(self) -> None:
@@ -330,11 +332,11 @@ class Simulation:
         until: float = float("inf"),
         progress: Callable[[float, int], None] = lambda now, done: None,
     ) -> Outcome:
-        """requests: in order of arrival. until: what has no answer by then never gets one.
-        progress: told the time and the number of requests over, now and then.
+        """Runs all requests, in order of arrival. until: the time at which the simulation stops.
+        progress: called now and then with the time and the number of finished requests.
 
-        Raises InvalidArgument for requests out of order or of impossible lengths, Internal when
-        requests are open and nothing moves.
+        Raises InvalidArgument for requests out of order or of impossible lengths, Internal if
+        requests are open and nothing makes progress.
         """
         self._progress = progress
         self._arrive_next(iter(requests))
@@ -353,11 +355,11 @@ class Simulation:
 
     @property
     def is_over(self) -> bool:
-        """Whether every request has come, and has its fate."""
+        """Whether every request has arrived and is finished or refused."""
         return self._all_came and self._over == len(self._records)
 
     def check(self) -> None:
-        """Raises InvariantBroken when a worker's books disagree. For tests."""
+        """Raises InvariantBroken if a worker's accounting is inconsistent. For tests."""
         for sender in self.senders:
             sender.worker.scheduler.check()
         for receiver in self.receivers:
@@ -437,5 +439,5 @@ class Simulation:
 
 
 def simulate(facts: FleetFacts, requests: Iterable[Request]) -> Outcome:
-    """Raises InvalidArgument."""
+    """Runs a simulation. Raises InvalidArgument."""
     return Simulation(facts).run(requests)

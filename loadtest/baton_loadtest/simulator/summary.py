@@ -1,4 +1,4 @@
-"""Summary, what a run of the simulator comes to in figures; prints nothing."""
+"""The figures of a simulated run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_loadtest.simulator.workers import Use
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a client is owed, in seconds: its first token, and the mean time between two."""
+    """Limits in seconds for the first token and for the mean time between tokens."""
 
     first_token_s: float
     token_s: float
@@ -31,18 +31,18 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Times in seconds; shares are of 1. window_s: from 0 to the last token. refused: how many, by
-    reason. first_token_s, token_s: by quantile, of QUANTILES, over all requests that were answered.
-    busy: of each worker, the share of the window in which it ran a step. blocks: of the pool, in
-    use on average while a step ran, and at most.
-    """
+    """Times are in seconds, shares from 0 to 1."""
 
     requests: int
     answered: int
     refused: dict[str, int]
+    """Count by reason."""
     window_s: float
+    """From 0 to the last token."""
     first_token_s: dict[float, float]
+    """By quantile (QUANTILES), over all answered requests."""
     token_s: dict[float, float]
+    """By quantile (QUANTILES), over all answered requests."""
     input_tokens: int
     output_tokens: int
     cached_share: float
@@ -51,9 +51,13 @@ class Summary:
     attempts: int
     preemptions: int
     prefill_busy: tuple[float, ...]
+    """Share of the window in which each worker ran a step."""
     decode_busy: tuple[float, ...]
+    """Share of the window in which each worker ran a step."""
     prefill_blocks: tuple[float, float]
+    """Share of the pool in use: mean while a step ran, and maximum."""
     decode_blocks: tuple[float, float]
+    """As prefill_blocks."""
     mean_batch: float
 
 
@@ -90,7 +94,7 @@ def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
 
 
 def goodput(records: Iterable[Record], target: Target, window_s: float) -> float:
-    """Requests a second whose target was met."""
+    """Returns the requests per second that met the target."""
     return _share(sum(target.met(record) for record in records), window_s)
 
 
@@ -102,9 +106,6 @@ def _blocks(uses: Sequence[Use], num_blocks: int) -> tuple[float, float]:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-# Puts a simulated run into figures; simulates nothing.
 
 
 def figures(found: Summary) -> list[Result]:

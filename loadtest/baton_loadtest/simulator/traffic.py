@@ -1,4 +1,4 @@
-"""Makes a trace into requests for the simulator, scaled as asked; reads no files."""
+"""Converts a trace, or a load test's workload, to requests for the simulator."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from baton_loadtest.drive import Piece, Workload
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.traces import BLOCK, Recorded
 
-# Makes a load test's workload into requests for the simulator; draws nothing, reads no files.
-
-
 Part = tuple[str, int, int]
-"""Of a piece: its key, and the tokens of it from one to before another."""
+"""A part of a piece: its key, and the range of its tokens."""
 
 
 def drawn_requests(workload: Workload) -> list[Request]:
-    """In order of arrival. Pieces of one key have equal tokens, so stretches that are made of the
-    same parts have one name.
+    """Returns requests in order of arrival. Pieces with one key have equal tokens, so stretches
+    made of the same parts have the same name.
 
-    Raises InvalidArgument for sessions of several turns: when a further one comes depends on when
-    the answer before it ends, and the simulator's requests come at times of their own.
+    Raises InvalidArgument for sessions of several turns: a later turn is due after the previous
+    answer, and requests of the simulator have fixed times.
     """
     names: dict[tuple[Part, ...], int] = {}
     found = []
@@ -45,7 +42,7 @@ def drawn_requests(workload: Workload) -> list[Request]:
 
 
 def _stretches(pieces: Iterable[Piece]) -> Iterable[tuple[Part, ...]]:
-    """What each whole unit of a prompt is made of."""
+    """Yields the parts of each whole unit of a prompt."""
     parts: list[Part] = []
     room = UNIT_TOKENS
     for piece in pieces:
@@ -62,16 +59,17 @@ def _stretches(pieces: Iterable[Piece]) -> Iterable[tuple[Part, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """rate: times the trace's. lengths: times its tokens, of prompts and outputs. copies: of the
-    trace side by side, which share nothing; each begins elsewhere in it. seconds: of it; 0: all.
-
-    Raises InvalidArgument.
-    """
+    """How to scale a trace. Raises InvalidArgument."""
 
     rate: float = 1.0
+    """Factor of the trace's rate."""
     lengths: float = 1.0
+    """Factor of the lengths of prompts and outputs."""
     copies: int = 1
+    """Number of copies that run side by side and share nothing; each begins elsewhere in the
+    trace."""
     seconds: float = 0.0
+    """Duration of the trace to use; 0: all."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rate < float("inf"):
@@ -89,18 +87,18 @@ class Scale:
 
     @property
     def stretch(self) -> int:
-        """Tokens that one of a trace's ids stands for now."""
+        """The number of tokens for each of a trace's ids, after scaling."""
         whole = self.lengths * BLOCK
         return round(whole) if whole == round(whole) else -1
 
 
 def traced_requests(trace: Sequence[Recorded], scale: Scale) -> list[Request]:
-    """In order of arrival, from 0 on. trace: at least one, in any order."""
+    """Returns requests in order of arrival, from 0 on. trace: not empty, in any order."""
     trace = sorted(trace, key=lambda one: one.at_s)
     began = trace[0].at_s
     if scale.seconds:
         trace = [one for one in trace if one.at_s - began < scale.seconds * scale.rate]
-    # A last gap like the others, so that copies do not begin at an end.
+    # The trace ends with an average gap, so that copies do not begin directly at its end.
     length = (trace[-1].at_s - began) * len(trace) / max(1, len(trace) - 1) or 1.0
     apart = 1 + max((max(one.blocks, default=0) for one in trace), default=0)
     found = []

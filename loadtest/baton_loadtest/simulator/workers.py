@@ -1,4 +1,4 @@
-"""Run, what workers tell of one attempt; a port, which knows nothing."""
+"""Simulated workers of both roles, with core's schedulers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
 from baton_loadtest.simulator.requests import Cadence, Record, of_steps
 from baton_loadtest.simulator.settings import Delays, WorkerFacts
 
-# Run, what workers tell of one attempt; a port, which knows nothing.
-
 
 class Run(Protocol):
-    """Each is called at the time at which it happens on the worker."""
+    """Receives the events of one attempt, each at the time at which it happens on the worker."""
 
     @property
     def record(self) -> Record: ...
@@ -47,40 +45,41 @@ class Run(Protocol):
         """Prefill: the first chunk is in the step that begins now."""
 
     def computed(self, end: int, cached: int) -> None:
-        """Prefill: KV of all positions before `end` is there, of `cached` from the prefix cache."""
+        """Prefill: KV of all positions before `end` is ready, `cached` of it from the cache."""
 
     def first_token(self, queue_s: float, compute_s: float) -> None:
         """Prefill: token 0 is sampled."""
 
     def started(self, cached: int) -> None:
-        """Decode: all KV is there."""
+        """Decode: all KV has arrived."""
 
     def ended(self) -> None:
         """Decode: the newest token was the last one."""
 
     def failed(self, error: BatonError) -> None:
-        """The scheduler gave it up."""
-
-
-# Use, how busy one worker was.
+        """The scheduler failed the attempt."""
 
 
 @dataclass(slots=True)
 class Use:
-    """busy_s: in which a step ran. rows: sequences, once a decode step each. prefilled: positions.
-    peak_blocks: most in use at the end of a step. block_s: blocks in use times seconds of steps."""
+    """How busy one worker was."""
 
     busy_s: float = 0.0
+    """Seconds in which a step ran."""
     steps: int = 0
     rows: int = 0
+    """Sequences, counted once per decode step."""
     prefilled: int = 0
+    """Prefilled positions."""
     peak_blocks: int = 0
+    """Maximum number of blocks in use at the end of a step."""
     block_s: float = 0.0
+    """Blocks in use times seconds of steps."""
 
     def ran(
         self, seconds: float, steps: int, rows: int, prefilled: int, before: int, after: int
     ) -> None:
-        """Steps ran for so long together. before, after: blocks in use."""
+        """Records steps with a total duration. before, after: blocks in use."""
         self.busy_s += seconds
         self.steps += steps
         self.rows += rows
@@ -89,18 +88,17 @@ class Use:
         self.block_s += seconds * (before + after) / 2
 
 
-# Reporter, when and what a worker tells the router of itself; decides nothing.
-#
-# A worker looks at even distances whether there is news, and says so; busy ones say something at
-# least every heartbeat. That what runs grows by a token a step is no news.
-
-
 Tell = Callable[[WorkerLoad, list[CacheBatch]], None]
 
 
 class Reporter:
-    """changes: what the worker's pool tells of its prefix cache. load: called when it is told.
-    phase: a share of the distance between two looks: workers do not all look at once."""
+    """Reports a worker's load to the router: at regular intervals if there is news, and from busy
+    workers at least every heartbeat. The growth of running sequences by a token per step is not
+    news.
+
+    changes: those of the prefix cache. load: called for each report. phase: offset as a share of
+    the interval, because workers do not all report at the same time.
+    """
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class Reporter:
         self._look()
 
     def news(self) -> None:
-        """Something joined, left or was computed."""
+        """A sequence joined or left, or a prompt was computed."""
         distance, now = self._delays.report_s, self._queue.now
         tick = ceil((now - self._phase_s) / distance) * distance + self._phase_s
         if self._next is None or tick < self._next:
@@ -142,12 +140,9 @@ class Reporter:
             self._queue.at(beat, self._due, beat, order=IDLE)
 
 
-# SimWorker, what simulated workers of both roles are made of; plans no step.
-
-
 class SimWorker(ABC):
-    """A pool, attempts that run, and what the router is told of both. A subclass has the scheduler,
-    and reports once it has, by `_report`. number: in its role's pool.
+    """Base of simulated workers: a pool, running attempts, and reports to the router. A subclass
+    has the scheduler, and calls `_report` once it exists. number: in its role's pool.
     """
 
     scheduler: Scheduler
@@ -173,16 +168,16 @@ class SimWorker(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no attempt needs it any more."""
+        """Whether no attempt uses it any more."""
         return not self._runs
 
     def leave(self) -> None:
-        """It finishes what it has, and tells routers that it takes nothing new."""
+        """Drains: finishes its attempts, and reports that it accepts nothing new."""
         self._state = WorkerState.DRAINING
         self._reporter.news()
 
     def load(self) -> tuple[WorkerLoad, bool]:
-        """What it would tell now, and whether it has work."""
+        """Returns its current load, and whether it has work."""
         load = self.scheduler.load
         told = WorkerLoad(
             self._state,
@@ -195,7 +190,7 @@ class SimWorker(ABC):
         return told, self.scheduler.has_work
 
     def _free_blocks(self, told: int) -> int:
-        """Those of the pool now; told: as the scheduler knows them."""
+        """Returns the pool's free blocks now; told: as the scheduler counts them."""
         return told
 
     def _report(self) -> None:
@@ -209,11 +204,11 @@ class SimWorker(ABC):
         return self.pool.num_blocks - self.pool.num_free
 
 
-# PrefillWorker, core's prefill scheduler with steps that take as long as its speed says.
-
-
 class PrefillWorker(SimWorker):
-    """receivers: decode workers that share its pool."""
+    """Core's prefill scheduler, with step durations from the worker's speed.
+
+    receivers: number of decode workers that share its pool.
+    """
 
     def __init__(
         self,
@@ -235,7 +230,7 @@ class PrefillWorker(SimWorker):
         self._report()
 
     def add(self, attempt: Attempt, run: Run, *, keep: bool, receiver: str) -> None:
-        """Raises what the scheduler does."""
+        """Raises the scheduler's errors."""
         self.scheduler.add(attempt, self._queue.now, keep=keep, receiver=receiver)
         self._runs[attempt.key] = run
         self._reporter.news()
@@ -250,7 +245,7 @@ class PrefillWorker(SimWorker):
         self._go_on()
 
     def release(self, key: AttemptKey) -> None:
-        """Its KV was collected, or nobody wants it any more."""
+        """Releases KV that was collected or is no longer needed."""
         self.scheduler.cancel(key)
         self._runs.pop(key, None)
         self._reporter.news()
@@ -301,12 +296,12 @@ class PrefillWorker(SimWorker):
 
 
 def step_s(speed: WorkerSpeed, plan: StepPlan) -> float:
-    """Seconds of a step that only prefills."""
+    """Returns the seconds of a step that only prefills."""
     return speed.prefill_step_s + prefill_s(speed, plan, 0)
 
 
 def prefill_s(speed: WorkerSpeed, plan: StepPlan, first: int) -> float:
-    """What a step's chunks from the first one on take, but for the step itself."""
+    """Returns the seconds of a step's chunks from `first` on, without the step's constant time."""
     positions = num_reads = 0
     for chunk in plan.chunks[first:]:
         positions += len(chunk.token_ids)
@@ -315,7 +310,7 @@ def prefill_s(speed: WorkerSpeed, plan: StepPlan, first: int) -> float:
 
 
 def made_up(plan: StepPlan) -> StepResult:
-    """A token for every sample."""
+    """Returns a token for every sample."""
     tokens = [
         SampledToken(row.sequence_id, row.choice, TOKEN)
         for chunk in plan.chunks
@@ -324,23 +319,21 @@ def made_up(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, tuple(tokens))
 
 
-# SkippingScheduler, core's decode scheduler that can take many quiet steps as one.
-#
-# A step is quiet when all that it does is to make one more token for every sequence that runs: none
-# joins, ends, waits or is prefilled, and there is a block for each that needs one. What changes in
-# such steps is counted here, in the order in which single steps would have changed it, so that the
-# block pool is afterwards as it would have been.
-
-
 _GROW, _PUBLISH = 0, 1
 
 
 class SkippingScheduler(CountingScheduler):
-    """Has no swap memory; a step is applied before the next one is planned."""
+    """Core's decode scheduler, which can take many quiet steps at once.
+
+    A step is quiet if it only makes one more token for every running sequence: none joins, ends,
+    waits or is prefilled, and there is a block for each sequence that needs one. The changes are
+    applied in the order of single steps, so that the block pool has the same state afterwards.
+    There is no swap memory, and a step is applied before the next one is planned.
+    """
 
     @property
     def rows(self) -> list[CountingSequence]:
-        """Who runs, in order of joining."""
+        """Returns the running sequences in order of joining."""
         return cast(list[CountingSequence], list(self.sequences.running.values()))
 
     @property
@@ -348,7 +341,7 @@ class SkippingScheduler(CountingScheduler):
         return len(self.sequences.running)
 
     def quiet_steps(self) -> int:
-        """How many steps from now on are quiet, if nothing is called meanwhile."""
+        """Returns how many of the next steps are quiet, if nothing is called meanwhile."""
         sequences = self.sequences
         if sequences.waiting or sequences.prefilling or self._launched or not sequences.running:
             return 0
@@ -369,7 +362,7 @@ class SkippingScheduler(CountingScheduler):
         return enough
 
     def blocks_grown(self, rows: Collection[Sequence], steps: int) -> int:
-        """Blocks that these need for so many quiet steps, beyond those that they have."""
+        """Returns the additional blocks that these sequences need for so many quiet steps."""
         size = self._pool.block_size
         grown = 0
         for one in rows:
@@ -379,7 +372,7 @@ class SkippingScheduler(CountingScheduler):
         return grown
 
     def skip(self, rows: Many[CountingSequence], steps: int, *, begun: bool) -> None:
-        """Quiet steps of these rows are done. begun: one more is on its way, with its blocks."""
+        """Applies quiet steps of these rows. begun: another one has begun and has its blocks."""
         pool, size = self._pool, self._pool.block_size
         due: list[tuple[int, int, tuple[int, int], CountingSequence]] = []
         planned = steps + begun
@@ -408,16 +401,9 @@ def _when(
     return due[:3]
 
 
-# DecodeWorker, core's decode scheduler with steps that take as long as its speed says.
-#
-# Quiet steps (see `SkippingScheduler`) are taken as one for as long as nothing comes from outside.
-# What comes meanwhile is met by a worker that has done the steps which ended by then, with the next
-# one on its way: as it would have been, had every step been taken by itself.
-
-
 @dataclass(slots=True, eq=False)
 class _Quiet:
-    """Quiet steps under way. rows: whose; the first step's blocks are taken if it is begun."""
+    """Quiet steps in progress. rows: their sequences. begun: the first step has its blocks."""
 
     cadence: Cadence
     steps: int
@@ -426,7 +412,14 @@ class _Quiet:
 
 
 class DecodeWorker(SimWorker):
-    """skip: whether quiet steps are taken at once."""
+    """Core's decode scheduler, with step durations from the worker's speed.
+
+    Quiet steps (see `SkippingScheduler`) are taken at once until the next call from outside. At a
+    call, the steps that ended by then are applied and the next one is in progress, which is the
+    same state as with single steps.
+
+    skip: whether quiet steps are taken at once.
+    """
 
     def __init__(
         self,
@@ -450,7 +443,7 @@ class DecodeWorker(SimWorker):
         self._report()
 
     def add(self, attempt: Attempt, run: Run) -> None:
-        """Its prompt is computed here. Raises what the scheduler does."""
+        """Adds an attempt whose prompt is computed here. Raises the scheduler's errors."""
         self._catch_up()
         try:
             self.scheduler.add(attempt, self._queue.now)
@@ -463,7 +456,7 @@ class DecodeWorker(SimWorker):
         return self._plan is not None or self._quiet is not None
 
     def reserve(self, attempt: Attempt, run: Run) -> int | None:
-        """Blocks for KV that will come, see the scheduler."""
+        """Reserves blocks for KV that will arrive; see the scheduler."""
         self._catch_up()
         try:
             needed = self.scheduler.reserve(attempt, self._queue.now)
@@ -474,7 +467,7 @@ class DecodeWorker(SimWorker):
         return needed
 
     def admit(self, attempt: Attempt) -> None:
-        """The KV of a reserved attempt is complete, its first token was sampled by prefill."""
+        """Starts a reserved attempt whose KV is complete; prefill sampled its first token."""
         self._catch_up()
         key = SequenceKey(attempt.request_id, 0, attempt.attempt)
         tokens = (ChoiceTokens(key, attempt.position, (TOKEN,)),)
@@ -485,7 +478,7 @@ class DecodeWorker(SimWorker):
         self._changed()
 
     def _free_blocks(self, told: int) -> int:
-        """Without those that quiet steps which ended by now have taken."""
+        """Does not count blocks taken by quiet steps that have ended by now."""
         quiet = self._quiet
         if quiet is not None:
             steps = quiet.cadence.done(self._queue.now)
@@ -494,7 +487,7 @@ class DecodeWorker(SimWorker):
         return told
 
     def _catch_up(self) -> None:
-        """Something comes from outside: takes the quiet steps that are done by now."""
+        """Applies the quiet steps that have ended, before a call from outside."""
         quiet = self._quiet
         if quiet is not None:
             steps = quiet.cadence.done(self._queue.now)
@@ -502,7 +495,8 @@ class DecodeWorker(SimWorker):
                 self._take(quiet, steps, begun=True)
 
     def _changed(self) -> None:
-        """After it: a step that has begun goes on; those after it, too, if nothing changed."""
+        """Continues after a call from outside: a step in progress continues; so do the quiet steps
+        after it if nothing changed."""
         self._reporter.news()
         quiet = self._quiet
         if quiet is None:
@@ -515,7 +509,7 @@ class DecodeWorker(SimWorker):
         self._run_quietly(_Quiet(quiet.cadence, max(1, more), quiet.rows, True))
 
     def _go_on(self) -> None:
-        """Nothing runs: begins what comes next."""
+        """Begins the next step; none is in progress."""
         now, speed = self._queue.now, self.facts.speed
         steps = self.scheduler.quiet_steps() if self._skip else 0
         if steps:
@@ -557,7 +551,7 @@ class DecodeWorker(SimWorker):
             self._go_on()
 
     def _take(self, quiet: _Quiet, steps: int, *, begun: bool) -> None:
-        """So many of the quiet steps are done. What is left of them is in its place afterwards."""
+        """Applies the first `steps` quiet steps and stores the rest of them."""
         cadence, rows, before = quiet.cadence, quiet.rows, self._used
         self.scheduler.skip(rows, steps, begun=begun)
         self._quiet = _Quiet(cadence.after(steps), quiet.steps - steps, rows, begun)
