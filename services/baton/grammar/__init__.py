@@ -1,5 +1,5 @@
-"""Grammars that answers follow, by llguidance.
+"""Grammars that constrain answers, with llguidance.
 
-In comes a Grammar of a request; out goes, position by position, the mask of tokens that may follow.
-`compiler` compiles one within limits; `book` keeps a worker's compiled grammars and their matchers.
+The package takes a request's Grammar and returns, for each position, the mask of allowed tokens.
+`compiler` compiles a grammar within limits; `book` keeps a worker's compiled grammars and matchers.
 """

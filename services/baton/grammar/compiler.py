@@ -1,7 +1,7 @@
-"""Turns a Grammar into llguidance's matcher of one vocabulary.
+"""Compiles a Grammar to llguidance's matcher for one vocabulary.
 
-Everything that costs more than it may ends in an error, but for the compilation itself: what takes
-long there cannot be interrupted, so it is tried first in a process that can be killed (`Checker`).
+Matching has limits that end in an error. The compilation itself cannot be interrupted, so the
+tokenizer first tries it in a process that can be killed (`Checker`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from llguidance.gbnf_to_lark import any_to_lark
 from baton.core.errors import InvalidArgument
 from baton.core.request.request import Grammar, GrammarKind
 
-# Reads a model folder's tokenizer for matching; encodes nothing and knows no grammar.
-
 
 def load_vocabulary(
     folder: Path,
@@ -26,11 +24,11 @@ def load_vocabulary(
     vocab_size: int | None = None,
     eos_token_ids: Sequence[int] | None = None,
 ) -> LLTokenizer:
-    """The tokens of tokenizer.json as bytes. Takes a second for a hundred thousand of them.
+    """The vocabulary of tokenizer.json for matching. Takes a second for a hundred thousand tokens.
 
-    special: texts of tokens that are no text, whether tokenizer.json says so or not. vocab_size: of
-    the model, None: the tokenizer's own. eos_token_ids: the model's, None: as the tokenizer's files
-    tell. Raises InvalidArgument naming `model` for a folder that cannot be used.
+    special: texts of tokens to treat as special, whatever tokenizer.json says. vocab_size: the
+    model's; None: the tokenizer's own. eos_token_ids: the model's; None: those of the tokenizer's
+    files. Raises InvalidArgument naming `model` for a folder that cannot be used.
     """
     path = folder / "tokenizer.json"
     try:
@@ -55,21 +53,21 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""Of one choice. Those of a step bound what a mask costs the rest of the batch: milliseconds."""
+"""Limits for one choice. The limits per step bound the time of one mask, which the whole batch
+waits for, to milliseconds."""
 
 _JSON = {
-    # Between tokens of JSON: none, a space, or a new line and its indentation. Without a bound a
-    # model could write blanks for ever.
+    # White space between JSON tokens: none, a space, or a new line with indentation. It is bounded,
+    # because a model could otherwise write white space for ever.
     "whitespace_pattern": r"\x20?|\n[\x20\t]{0,32}",
-    # What a schema says and this does not know is an error, not without effect.
+    # Unsupported keywords of a schema are an error instead of being ignored.
     "lenient": False,
 }
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """A matcher at the start of the grammar. Raises InvalidArgument naming `grammar`.
-
-    Its message repeats what llguidance reports of the client's own text.
+    """A matcher at the start of the grammar. Raises InvalidArgument naming `grammar`, with
+    llguidance's report on the client's text.
     """
     matcher = LLMatcher(tokenizer, _text(grammar), log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -81,14 +79,14 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def report(matcher: LLMatcher) -> str:
-    """What went wrong, in one line of printable characters, or ""."""
+    """The matcher's error in one line of printable characters, or ""."""
     text = matcher.get_error().split("<non-verbose/>")[0]
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= _MAX_REPORT else line[: _MAX_REPORT - 1] + "…"
 
 
 def _text(grammar: Grammar) -> str:
-    """In llguidance's own form. Raises InvalidArgument."""
+    """The grammar in llguidance's own form. Raises InvalidArgument."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             try:
@@ -102,5 +100,5 @@ def _text(grammar: Grammar) -> str:
         case GrammarKind.GBNF:
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-            except Exception:  # the converter raises whatever it stumbles over
+            except Exception:  # the converter raises no specific exceptions
                 raise InvalidArgument("must be a grammar in GBNF", field=FIELD) from None

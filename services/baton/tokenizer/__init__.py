@@ -1,6 +1,6 @@
-"""The tokenizer process: prompts, texts and conversations become token ids, and ids text.
+"""The tokenizer process: converts prompts, texts and conversations to token ids, and ids to text.
 
-In come requests of `baton.v1.Tokenizer`; out go checked token ids with the hashes of their prefix.
-Chat templates and grammars are other people's programs: they run in processes of their own, with
+It takes requests of `baton.v1.Tokenizer` and returns checked token ids with the hashes of their
+prefix. Chat templates and grammars are untrusted programs: they run in separate processes, with
 limits, that can be killed (`Renderers`, `Checker`).
 """

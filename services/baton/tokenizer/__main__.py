@@ -28,10 +28,10 @@ GRAMMAR_CPU_S = 1.0
 """Seconds of CPU time that compiling a grammar may take."""
 
 GRAMMAR_PROCESSES = 2
-"""Grammars that are tried at once; the processes start with the first grammar."""
+"""Grammars that are compiled at once; their processes start with the first grammar."""
 
 MAX_WAITING_BYTES = 64 << 20
-"""Inputs that are accepted and not encoded yet; more are refused."""
+"""Total size of inputs that are accepted and not answered yet; more are refused."""
 
 ROLE = "tokenizer"
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(options: TokenizerConfig) -> int:
-    """Returns the exit code."""
+    """Runs the process and returns its exit code."""
     instance_id = lifecycle.new_instance_id()
     logs.setup(ROLE, options.log_level, options.log_json, instance_id=instance_id)
     log.info("%s", config.describe(options))
@@ -93,7 +93,7 @@ async def _serve(
         state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
         return WorkerLoad(state, waiting_sequences=servicer.num_inputs)
 
-    # The pool's threads are the parallelism; the library must not start its own for each call.
+    # The pool's threads run in parallel; the library must not start more for each call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     cores = len(os.sched_getaffinity(0))
     threads = options.workers or max(2, cores)
@@ -143,7 +143,7 @@ async def _serve(
 def _model(
     options: TokenizerConfig, folder: Path, encoder: Encoder, digest: str
 ) -> ModelDescription:
-    """Only what the tokenizer's files tell."""
+    """The model's description as far as the tokenizer's files contain it."""
     return ModelDescription(
         name=options.model_name or folder.resolve().name,
         digest="",

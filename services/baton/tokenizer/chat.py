@@ -1,13 +1,13 @@
 """Renders a conversation with a chat template, and finds which control tokens the template wrote.
 
-The text is the one that `transformers`' `apply_chat_template(tokenize=False)` gives for the same
-model. Runs in a process that may die of it.
+The text is the same as that of `transformers`' `apply_chat_template(tokenize=False)`. The module
+runs in a process that can be killed.
 
-Whose a control token in that text is, is found by rendering once more with the first character of
-everything in the client's texts that could begin one *marked*: replaced by a rare symbol that
-neither that text nor the client's have. What is a control token in the text with marks is the
-template's. Texts with marks are as long as they were, with case and white space where they had it,
-and Python and JSON write them as they are.
+To tell the template's control tokens from those in the client's texts, the chat is rendered a
+second time with every character in the client's texts that could begin a control token *marked*:
+replaced by a rare symbol that occurs in no text. The control tokens in the marked result are the
+template's. Marking keeps lengths, case and white space, and Python and JSON do not escape the
+symbols.
 """
 
 from __future__ import annotations
@@ -34,30 +34,23 @@ from baton.core.request.request import ChatPrompt
 from baton.core.request.validation import parse_template_kwargs
 from baton.tokenizer.renderers import Setup, chat_messages, chat_tools, too_much
 
-# A jinja2 environment in which a model's chat template can do no harm.
-#
-# Templates come with models, so they are somebody else's programs, and clients choose what they
-# loop over. They run in jinja2's immutable sandbox with the few extras that templates are written
-# for, on plain strings, lists and dicts only, and within a budget of CPU time and output, looked at
-# whenever output comes, a loop turns, or an attribute, item or function is used. What one operation
-# makes is bounded where a small template could ask for much: repetition and powers.
-
-
 USES_PER_LOOK = 64
 MAX_BITS = 4096
-"""Of a whole number that is made by multiplication."""
+"""The largest integer that a multiplication or power may produce, in bits."""
 
 
 class OverBudget(Exception):
-    """The template took more CPU time or made more text than it may."""
+    """The template exceeded its CPU time or the size of its output."""
 
 
 class _Budget:
-    """What may still be used."""
+    """The limits of one rendering."""
 
     until_s = float("inf")
+    """The process's CPU time at which the template is stopped."""
     max_characters = 1 << 20
     uses = 0
+    """Operations so far; each USES_PER_LOOK of them the CPU time is checked."""
 
     def use(self) -> None:
         self.uses += 1
@@ -66,7 +59,7 @@ class _Budget:
 
 
 class _CountedLoops(NodeTransformer):
-    """Has each loop tell the budget of its turns: `for x in y` becomes `for x in y | each turn`."""
+    """Counts loop iterations against the budget: `for x in y` becomes `for x in y | each turn`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -77,7 +70,7 @@ class _CountedLoops(NodeTransformer):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it is only a block."""
+    """`{% generation %}` marks an assistant's messages for training; here it is a plain block."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own protocol
 
@@ -88,7 +81,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Refuses names with an underscore in front: nothing of Python's internals can be shadowed."""
+    """Refuses names with a leading underscore, so that none of Python's internals is shadowed."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         _refuse_private(dict(*args[1:], **kwargs))
@@ -100,10 +93,17 @@ class _Namespace(Namespace):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compiles and renders chat templates, on one thread."""
+    """Compiles and renders chat templates, on one thread.
+
+    Templates come with models or clients and are untrusted. They run in jinja2's immutable sandbox
+    with the few extras that templates expect, on plain strings, lists and dicts only, within a
+    budget of CPU time and output. The budget is checked with each piece of output, loop iteration,
+    attribute, item and call. The results of repetition and powers are bounded, because one such
+    operation can produce any size.
+    """
 
     EACH_TURN = "each turn"
-    """No template can spell it."""
+    """A name with a space, which no template can contain."""
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._budget = _Budget()
         self.filters["tojson"] = _tojson
         self.filters[self.EACH_TURN] = self._each_turn
-        # Makes any amount of random text, which no template of a model is written for.
+        # It generates any amount of random text, and no model's template needs it.
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -129,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # No named parameters: a template's own keyword arguments must not meet them.
+        # No named parameters: a template's keyword arguments could collide with them.
         args[0]._budget.use()
         return ImmutableSandboxedEnvironment.call(*args, **kwargs)
 
@@ -149,7 +149,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             yield item
 
     def begin(self, *, cpu_s: float, max_characters: int) -> None:
-        """What is rendered now has so much CPU time together, and each so many characters."""
+        """Sets the budget: CPU time for all that is rendered from now on together, and characters
+        for each text."""
         self._budget.until_s = time.process_time() + cpu_s
         self._budget.max_characters = max_characters
 
@@ -166,8 +167,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _product_size(operator: str, left: Any, right: Any) -> int:
-    """Characters or items of what `left * right` repeats; of numbers, more than any limit if they
-    are too large."""
+    """The characters or items of `left * right`. For integers, 0, or sys.maxsize when the result
+    has more than MAX_BITS."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
         return 0 if bits <= MAX_BITS else sys.maxsize
@@ -184,7 +185,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter, escapes nothing for HTML."""
+    """The `tojson` filter without jinja2's HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -200,27 +201,27 @@ def _refuse_private(names: Mapping[str, Any]) -> None:
 
 
 CONTINUE_MARK = "BATON_CONTINUES_HERE "
-"""Stands behind the final message while it is rendered. Its space tells whether it is trimmed."""
+"""Appended to the final message while it is rendered. Its trailing space shows whether the template
+trims messages."""
 
 _RANGES = ((0x2801, 0x28FF), (0x1D000, 0x1D0F5))
-"""Braille and Byzantine notes: symbols, which belong to no word."""
+"""Braille and Byzantine musical symbols, which are not part of words."""
 _MARKS = [chr(mark) for first, last in _RANGES for mark in range(first, last + 1)]
 _RARE = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in _RANGES) + "]")
 
 Span = tuple[int, int]
 Change = Callable[[str, str], str]
-"""A client's text and the role of whoever says it ("" for none), to the text that is rendered."""
+"""Takes a client's text and its message's role ("" for none); returns the text to render."""
 
 
 class Rendered(NamedTuple):
-    """own: where the text has control tokens that the template wrote; None: all are."""
-
     text: str
     own: list[Span] | None = None
+    """Where the text has control tokens that the template wrote; None: all are the template's."""
 
 
 class _Values(NamedTuple):
-    """What a template is told by the client."""
+    """The client's values that a template receives."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -234,7 +235,7 @@ class _Values(NamedTuple):
         )
 
     def texts(self) -> Iterator[str]:
-        """Keys are texts, too."""
+        """All strings in the values, including keys."""
         pending: list[Any] = [self.messages, self.tools, list(self.kwargs.values())]
         while pending:
             match pending.pop():
@@ -263,7 +264,7 @@ def _changed(value: Any, change: Change, role: str) -> Any:
 
 
 class ChatTemplate:
-    """The template of a setup, compiled already. sandbox: whose it is; its budget has begun."""
+    """The compiled template of a setup. sandbox: the one that compiled it, with a budget set."""
 
     def __init__(self, setup: Setup, template: Template, sandbox: Sandbox) -> None:
         self._uses_content = "content" in setup.source
@@ -273,7 +274,7 @@ class ChatTemplate:
         self._control = _Control(setup)
 
     def render(self, chat: ChatPrompt) -> Rendered:
-        """Raises InvalidArgument naming the field at fault."""
+        """Renders a conversation. Raises InvalidArgument naming the invalid field."""
         if not chat.messages:
             raise InvalidArgument("must hold at least one message", field="messages")
         if chat.continue_final_message and chat.add_generation_prompt:
@@ -285,7 +286,7 @@ class ChatTemplate:
         text = self._text(chat, said)
         try:
             text.encode()
-        except UnicodeEncodeError:  # a template can make what no client could send
+        except UnicodeEncodeError:  # a template can produce lone surrogates
             raise InvalidArgument("must not become half a character", field="messages") from None
         control = self._control
         if not control.may_begin_in(said.texts()):
@@ -293,17 +294,18 @@ class ChatTemplate:
         marking = control.marking([text, *said.texts()])
         marked = self._marked(chat, said.changed(marking.beginnings), marking)
         if marked is None or marking.undone(marked) != text:
-            # The template looks for such characters. It may, unless what it finds is control.
+            # The template depends on the marked characters. Then only whole control tokens in the
+            # client's texts are marked.
             if not control.is_in(said.texts()):
                 return Rendered(text)
             marked = marking.found(self._text(chat, said.changed(marking.tokens)))
             text = marking.undone(marked)
         own = control.spans(marked)
-        # Where both are the same, the client wrote none.
+        # If both spans are equal, the client's texts contain no control token.
         return Rendered(text, own if control.always or own != control.spans(text) else None)
 
     def _marked(self, chat: ChatPrompt, said: _Values, marking: _Marking) -> str | None:
-        """None where the template makes nothing of such a conversation."""
+        """The rendered text with marks; None when the template fails on it."""
         try:
             return marking.found(self._text(chat, said))
         except InvalidArgument:
@@ -312,7 +314,7 @@ class ChatTemplate:
     def _text(self, chat: ChatPrompt, said: _Values) -> str:
         if not chat.continue_final_message:
             return self._render(chat, said)
-        # Everything up to where the final message ends.
+        # The result is the text up to the end of the final message.
         final = said.messages[-1]["content"]
         with_mark = {**said.messages[-1], "content": final + CONTINUE_MARK}
         said = said._replace(messages=[*said.messages[:-1], with_mark])
@@ -324,7 +326,7 @@ class ChatTemplate:
                 field="continue_final_message",
             )
         before, _, after = text.rpartition(mark)
-        # A template that trimmed the mark's space trims messages: this one's own end too.
+        # If the mark's space is gone, the template trims messages, so the message's end is trimmed.
         return before if after.startswith(" ") else before.rstrip()
 
     def _render(self, chat: ChatPrompt, said: _Values) -> str:
@@ -342,7 +344,7 @@ class ChatTemplate:
             raise
         except (OverBudget, MemoryError):
             raise too_much() from None
-        except Exception as error:  # a template can raise anything, and its text is not ours
+        except Exception as error:  # a template can raise anything, with any text
             raise not_accepted() from error
 
 
@@ -354,7 +356,7 @@ def not_accepted() -> InvalidArgument:
 
 
 class _Control:
-    """The control tokens of a setup, as they are spelled."""
+    """Patterns for the spellings of a setup's control tokens."""
 
     def __init__(self, setup: Setup) -> None:
         self.always = setup.always
@@ -376,7 +378,7 @@ class _Control:
         return [found.span() for found in self.any.finditer(text)]
 
     def marking(self, texts: Iterable[str]) -> _Marking:
-        """With marks that are in none of the texts. Raises InvalidArgument where there are none."""
+        """Marks that occur in none of the texts. Raises InvalidArgument when too few are free."""
         rare = (text for text in texts if not text.isascii())
         used = {found for text in rare for found in _RARE.findall(text)}
         marks = [mark for mark in _MARKS if mark not in used]
@@ -386,7 +388,7 @@ class _Control:
 
 
 class _Marking:
-    """marks: what stands for the first character of a control token, by that."""
+    """Marks the client's texts. marks: the symbol for each first character of a control token."""
 
     def __init__(self, control: _Control, marks: Mapping[str, str]) -> None:
         self._control = control
@@ -394,29 +396,30 @@ class _Marking:
         self._escapes = {json.dumps(mark)[1:-1]: mark for mark in marks.values()}
 
     def beginnings(self, text: str, role: str) -> str:
-        """Change: everything that may begin a control token is marked."""
+        """A Change that marks every character that may begin a control token."""
         control = self._control
         pattern = control.spoken_or_head if role == "assistant" else control.head
         return pattern.sub(lambda found: self._marks.get(found[0], found[0]), text)
 
     def tokens(self, text: str, role: str) -> str:
-        """Change: every control token is marked."""
+        """A Change that marks every control token."""
         pattern = self._control.unspoken if role == "assistant" else self._control.any
         return pattern.sub(lambda found: self._marks[found[0][0]] + found[0][1:], text)
 
     def found(self, text: str) -> str:
-        """A rendered text, with the marks as they were also where JSON has escaped them."""
+        """The rendered text with JSON escapes of marks turned back into marks."""
         for escape, mark in self._escapes.items():
             text = text.replace(escape, mark)
         return text
 
     def undone(self, text: str) -> str:
+        """The text with marks replaced by the original characters."""
         for head, mark in self._marks.items():
             text = text.replace(mark, head)
         return text
 
 
 def _pattern(texts: Sequence[str]) -> re.Pattern[str]:
-    """Finds what a tokenizer finds: the first, and of several that begin there the longest."""
+    """Matches like a tokenizer: the leftmost, and of several there the longest."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,7 +1,7 @@
-"""Child, a process of Baton's own that answers each line by one.
+"""Child, a subprocess that answers each line with one line.
 
-`subprocess` starts it, without the handlers that Python and gRPC have for forks. uvloop runs them,
-and of its children beside threads of gRPC some die before they begin (measured: 2 in 100).
+It is started with `subprocess`, which runs no fork handlers of Python and gRPC. uvloop runs them,
+and some of its children die at once beside threads of gRPC (measured: 2 in 100).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ _READ_BYTES = 1 << 18
 
 
 class Child:
-    """May be used by several threads; each line is a thread's own. Nothing of our environment,
-    which may hold secrets, is in its own. max_answer_bytes: of a line that it answers; a longer one
-    ends it.
+    """Thread-safe: one `ask` runs at a time. The child does not inherit the environment, which may
+    hold secrets. max_answer_bytes: the longest answer; a longer one ends the child.
     """
 
     def __init__(
@@ -40,33 +39,34 @@ class Child:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        # With a deadline for both, also where it reads nothing.
+        # Non-blocking, so that the deadline also holds when the child does not read.
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
         self._max_answer_bytes = max_answer_bytes
         self._lock = threading.Lock()
         self.pid = self._process.pid
         self.late = False
-        """Whether it was ended because a time was up."""
+        """Whether it was ended because an answer took too long."""
 
     @property
     def code(self) -> int | None:
-        """How it ended, as `subprocess` has it; None while it lives."""
+        """The return code, as in `subprocess`; None while it runs."""
         return self._process.poll()
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left of it."""
+        """Whether it has ended and its pipes are closed."""
         assert self._process.stdout is not None
         return self._process.stdout.closed
 
     def ready(self, limit_s: float) -> bool:
-        """Blocks. Whether it said a first line, as it does before it takes one; else it is over."""
+        """Whether the child wrote its first line, which it does when it is ready; otherwise it is
+        ended. Blocks."""
         return self.ask(b"", limit_s) is not None
 
     def ask(self, line: bytes, limit_s: float) -> bytes | None:
-        """Blocks. line: ends with a newline. The line that it answers; None if it is over, at the
-        latest when the time is up."""
+        """Sends a line, which ends with a newline, and returns the answer. Returns None, and ends
+        the child, when it fails or takes longer than limit_s. Blocks."""
         with self._lock:
             answer = None
             try:
@@ -77,11 +77,11 @@ class Child:
             return answer
 
     def kill(self) -> None:
-        """Whoever asks it just now is told None."""
+        """Kills it. A running `ask` returns None."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it, and blocks until nothing is left of it."""
+        """Kills it, and blocks until it has ended and its pipes are closed."""
         self.kill()
         with self._lock:
             self._end()

@@ -1,4 +1,4 @@
-"""What a tokenizer process can be told."""
+"""The options of a tokenizer process."""
 
 from __future__ import annotations
 

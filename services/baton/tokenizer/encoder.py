@@ -1,6 +1,7 @@
-"""Turns prompts into checked token ids and prefix hashes, and ids back.
+"""Converts prompts to checked token ids and prefix hashes, and ids to text.
 
-Called on several threads at once; the tokenizer releases the GIL while it encodes and decodes.
+It is called on several threads at once; the tokenizer releases the GIL while it encodes and
+decodes.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ from baton.rpc.metrics import CACHE_LOOKUPS, counter
 from baton.rpc.model_folder import read_json, special_tokens
 from baton.tokenizer.renderers import Renderers, Setup, chat_size
 
-# Reads what a model folder says about its tokenizer. Renders and encodes nothing.
-#
-# The result encodes as `transformers.AutoTokenizer` does, without importing it:
-#
-# - truncation and padding that were saved with tokenizer.json are switched off;
-# - tokens that tokenizer_config.json names (bos_token, eos_token, ...) are special, even where
-#   tokenizer.json does not say so; names of tokens that do not exist are ignored;
-# - what stands around plain text is tokenizer.json's affair alone (`add_bos_token` does not count);
-# - the chat template is chat_template.jinja, or else `chat_template` of tokenizer_config.json: a
-#   text, or a list of named ones of which "default" counts.
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """special_tokens: text by name, as chat templates see them."""
-
     tokenizer: Tokenizer
     special_tokens: Mapping[str, str]
+    """Text by name, as chat templates receive them."""
     chat_template: str | None
 
 
 def load_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises InvalidArgument naming `model` when the folder cannot be used."""
+    """Reads the tokenizer of a model's folder. It encodes like `transformers.AutoTokenizer`, which
+    is not imported:
+
+    - Truncation and padding saved in tokenizer.json are switched off.
+    - Tokens named in tokenizer_config.json (bos_token, eos_token, ...) are special, whatever
+      tokenizer.json says; names of tokens that do not exist are ignored.
+    - tokenizer.json alone decides which tokens are added around plain text; `add_bos_token` is
+      ignored.
+    - The chat template is chat_template.jinja, or else `chat_template` of tokenizer_config.json: a
+      string, or a list of named ones of which "default" is used.
+
+    Raises InvalidArgument naming `model` when the folder cannot be used.
+    """
     path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise InvalidArgument(f"there is no folder {folder}", field="model")
@@ -96,37 +97,34 @@ def _chat_template(folder: Path) -> str | None:
     return template
 
 
-# Which tokens of a tokenizer are control tokens, and how text that only spells some is encoded.
-#
-# A control token is an added one that is special, or that is spelled as those which mark turns are:
-# `<|…|>`, also with DeepSeek's bars. `<think>` or `<tool_call>` that a tokenizer does not call
-# special is none: clients and templates write them alike. A mere word or a blank is none either,
-# whatever the files call it.
-#
-# Text with spellings that are to stay text is encoded by a twin of the tokenizer, in which control
-# tokens are spelled in a way that nobody knows. So the ids are those that the tokenizer would give
-# if what is spelled were no token, with everything beside it as it would be.
-
-
 _BARRED = re.compile("<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _SECRET_LETTERS = 40
 _NO_NORMALIZER = (None, {"type": "Sequence", "normalizers": []})
 
 
 class ControlTokens:
-    """Of one tokenizer. May be used on several threads."""
+    """The control tokens of a tokenizer, and an encoder for text that contains their spellings as
+    plain text. Thread-safe.
+
+    A control token is an added token that is special, or spelled like those that mark turns:
+    `<|…|>`, also with DeepSeek's bars. `<think>` or `<tool_call>` is none unless the tokenizer
+    marks it as special, since clients and templates write both; nor is a plain word or white space.
+
+    Text with such spellings is encoded by a twin of the tokenizer whose control tokens have random
+    spellings. The ids are those that the tokenizer would give if the spellings were not tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = dict(sorted(tokenizer.get_added_tokens_decoder().items()))
         control = {token_id: token for token_id, token in added.items() if _is_control(token)}
         self.spellings = list(dict.fromkeys(token.content for token in control.values()))
         self.spoken = [text for text in self.spellings if text in MARKERS]
-        """What a model writes itself, so that an assistant's message may hold it."""
+        """Control tokens that models write, so that an assistant's message may contain them."""
         self._single_words = {t.content for t in control.values() if t.single_word}
         self.found_normalized = _normalizes(tokenizer) and any(
             token.normalized for token in control.values()
         )
-        """Whether text that spells none may become one."""
+        """Whether normalization may turn other text into a control token."""
         self._secrets = {text: _secret(text) for text in self.spellings}
         self._twin = _twin(tokenizer, self._secrets)
         self._twin.add_tokens([_renamed(token, self._secrets) for token in added.values()])
@@ -136,7 +134,7 @@ class ControlTokens:
         }
 
     def encode(self, text: str, own: Sequence[tuple[int, int]]) -> array[int]:
-        """Ids of a text in which only these spans are control tokens."""
+        """The ids of a text in which only the spans `own` are control tokens."""
         pieces, done = [], 0
         for start, end in own:
             token = text[start:end]
@@ -148,7 +146,8 @@ class ControlTokens:
         return array("i", [self._ids.get(token_id, token_id) for token_id in self._encode(pieces)])
 
     def _is_in_a_word(self, text: str, start: int, end: int) -> bool:
-        """As the library sees it, so that no secret ever stays text."""
+        """Whether the library sees the token within a word and would leave its spelling as text; a
+        secret spelling must not stay text."""
         secret = self._secrets[text[start:end]]
         ids = self._encode([text[max(start - 1, 0) : start], secret, text[end : end + 1]])
         return self._twin.token_to_id(secret) not in ids
@@ -173,8 +172,9 @@ def _normalizes(tokenizer: Tokenizer) -> bool:
 
 
 def _secret(text: str) -> str:
-    """Lower case letters: no normalizer changes them, and no text holds them by chance. Its ends
-    are those of the text, for a neighbour may ask whether they belong to a word."""
+    """A random spelling. It is of lower-case letters, which no normalizer changes, and begins and
+    ends like `text`, because the library checks whether neighbouring characters are part of a
+    word."""
     middle = "".join(secrets.choice(string.ascii_lowercase) for _ in range(_SECRET_LETTERS))
     return f"{text[0]}{middle}{text[-1]}"
 
@@ -191,8 +191,8 @@ def _renamed(token: AddedToken, names: dict[str, str]) -> AddedToken:
 
 
 def _twin(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """The same without added tokens, whose model makes no control token of its spelling. Shares the
-    tokenizer's parts, if its model makes none anyway."""
+    """A copy without added tokens, whose model produces no control token from its spelling. It
+    shares the tokenizer's parts if the model already produces none."""
     twin = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         twin.normalizer = tokenizer.normalizer
@@ -215,7 +215,8 @@ def _makes(bare: Tokenizer, text: str) -> bool:
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """In the model's own vocabulary; not what it merges other tokens from or to: that is a word."""
+    """Renames tokens in the model's vocabulary, except parts and results of merges, which are
+    words."""
     merged = {
         part
         for merge in model.get("merges", ())
@@ -232,39 +233,35 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
 
 
-# Remembers the ids of conversations, for when they come again with more behind. Renders nothing.
-#
-# A text is cut only where encoding both parts is the same as encoding the whole: behind a token
-# that the tokenizer takes out of the text before anything else. Such a token divides what stands
-# before it from what follows, so that with S the last one,
-#
-#     ids(before S after) = ids(before S) + ids(S after) without its first id
-#
-# The second part begins with S again because some tokenizers treat the very start of a text
-# differently. This holds for added tokens that are matched in the text as it is (`normalized` off),
-# as they stand (no `lstrip`, `rstrip`, `single_word`, no space at their ends), and that no other
-# such token can overlap or contain; then every place where their text occurs is one.
-#
-# Kept are ids by a digest over the tenant's salt and the text before the cut, never the text
-# itself. One tenant's hits tell another nothing, as with the KV cache, which is keyed by the same
-# salt.
-
-
 Encode = Callable[[Sequence[str]], "Sequence[array[int]]"]
-"""Texts to ids, each by itself, with nothing added around them."""
+"""Encodes each text by itself, without adding special tokens."""
 
 MIN_CHARACTERS = 1024
-"""A shorter text is encoded sooner than found."""
+"""Shorter texts bypass the cache: encoding them is faster than a look-up."""
 MAX_CUTS = 4096
-"""A text with more is no conversation."""
+"""Texts with more cuts bypass the cache: they are no conversations."""
 LOOKED_UP = 64
-"""Cuts that are looked up, the last ones of a text. A conversation grows by a few at a time."""
+"""How many of a text's last cuts are looked up. A conversation grows by a few at a time."""
 ENTRY_BYTES = 256
-"""What an entry takes besides its ids."""
+"""The size of an entry besides its ids."""
 
 
 class PrefixCache:
-    """At most max_bytes of ids. May be used on several threads."""
+    """The ids of conversations, for when they grow. Thread-safe.
+
+    A text is cut only where encoding both parts gives the same ids as encoding the whole: after an
+    added token that the tokenizer splits off before anything else. With S the last such token:
+
+        ids(before S after) = ids(before S) + ids(S after) without its first id
+
+    The second part begins with S because some tokenizers treat the start of a text differently.
+    The equation holds for added tokens that are matched in the raw text (`normalized` off), exactly
+    (no `lstrip`, `rstrip`, `single_word`, no space at their ends), and that no other added token
+    overlaps or contains; then every occurrence of their text is a token.
+
+    Keys are digests over the tenant's salt and the text before the cut; texts are not kept. As in
+    the KV cache, which uses the same salt, a tenant cannot detect another one's entries.
+    """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int) -> None:
         self._tokens = cut_tokens(tokenizer)
@@ -272,13 +269,12 @@ class PrefixCache:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, array[int]] = OrderedDict()
-        """The first to be forgotten first."""
+        """In the order of eviction: the next one first."""
         self.num_bytes = 0
 
     def encode(self, text: str, salt: bytes, encode: Encode) -> array[int] | None:
-        """The ids of the whole text, as `encode` has them; None if it is nothing for the cache.
-
-        salt: of whoever asks.
+        """The ids of the whole text, the same as `encode` gives; None for a text that bypasses the
+        cache. salt: the tenant's.
         """
         cuts = self._cuts(text)
         if not cuts:
@@ -294,14 +290,14 @@ class PrefixCache:
             if place >= 0 and middle[0] != self._id_at(text, cuts[place]):
                 return None
             known = known + (middle[1:] if place >= 0 else middle)
-        # Never the case, but for rules of a tokenizer that nobody here has heard of.
+        # A safeguard against tokenizers whose rules break the equation above.
         if rest[0] != self._id_at(text, cuts[-1]):
             return None
         self._keep(digests[-1], known, grown_from=digests[place] if place >= 0 else b"")
         return known + rest[1:]
 
     def _cuts(self, text: str) -> list[tuple[int, int]]:
-        """Where the last cut tokens begin and end; none if the text is not worth it."""
+        """The spans of the last LOOKED_UP cut tokens; none for a text that bypasses the cache."""
         if len(text) < MIN_CHARACTERS or not self._max_bytes:
             return []
         cuts = [match.span() for match in islice(self._pattern.finditer(text), MAX_CUTS + 1)]
@@ -313,7 +309,7 @@ class PrefixCache:
         return self._tokens[text[slice(*cut)]]
 
     def _longest(self, digests: Sequence[bytes]) -> tuple[int, array[int]]:
-        """Which one is known, the last such, and its ids; -1 and none if none is."""
+        """The index and the ids of the last known digest; -1 and no ids if none is known."""
         with self._lock:
             for place in reversed(range(len(digests))):
                 ids = self._known.get(digests[place])
@@ -327,7 +323,7 @@ class PrefixCache:
         with self._lock:
             if digest in self._known or size > self._max_bytes:
                 return
-            if grown_from in self._known:  # only a branch of the conversation would ask for it
+            if grown_from in self._known:  # only a branch of the conversation would use it
                 self._known.move_to_end(grown_from, last=False)
             self._known[digest] = ids
             self.num_bytes += size
@@ -337,7 +333,7 @@ class PrefixCache:
 
 
 def cut_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids by text of the added tokens behind which a text may be cut."""
+    """The added tokens after which a text may be cut, as ids by text."""
     added = {
         token_id: token
         for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -368,7 +364,7 @@ def _tails(text: str) -> Iterable[str]:
 
 
 def _digests(text: str, salt: bytes, cuts: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Of the text before the end of each cut."""
+    """The digest of the text before the end of each cut."""
     hasher = blake2b(len(salt).to_bytes(8, "little") + salt, digest_size=32)
     digests, done = [], 0
     for _, end in cuts:
@@ -384,44 +380,49 @@ def _size(ids: array[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """token_ids: int32. prefix_hashes: 16 bytes per full unit of 64 tokens, concatenated.
-    reasoning_open: whether a chat's prompt ends within reasoning."""
+    """An encoded prompt."""
 
     token_ids: array[int]
+    """As int32."""
     prefix_hashes: bytes
+    """16 bytes per full unit of 64 tokens, concatenated."""
     reasoning_open: bool = False
+    """Whether a chat's prompt ends within reasoning."""
 
 
 class Asked(NamedTuple):
-    """A prompt, and the salt of whoever asks."""
+    """A prompt to encode."""
 
     prompt: Prompt
     cache_salt: bytes
+    """The tenant's."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """One prompt on its way. field: what errors name. text: what is encoded, if it has no ids."""
+    """The state of one prompt while it is encoded."""
 
     field: str
+    """The field that errors name."""
     cache_salt: bytes
     text: str = ""
+    """The text to encode, unless token_ids is set."""
     add_special_tokens: bool = False
     own: list[tuple[int, int]] | None = None
-    """Where the text has control tokens; None: wherever they are spelled."""
+    """Where the text has control tokens; None: wherever their spellings occur."""
     token_ids: array[int] | None = None
     reasoning_open: bool = False
     error: BatonError | None = None
 
 
 class Encoder:
-    """namespace: what keys the prefix hashes besides the tenant's salt.
+    """Encodes prompts and decodes ids of one model.
 
-    max_input_bytes: longest text, in UTF-8, before and after a chat template; also the most ids.
-    max_cache_bytes: of encoded conversations that are kept. renderers: where the model's chat
-    template runs. client_renderers: where templates of clients run; None refuses them.
-    special_tokens_in_text: what a conversation says is read for control tokens, as its template is.
-    Raises InvalidArgument (`model`) when the chat template is broken.
+    namespace: part of the prefix hashes' key, besides the tenant's salt. max_input_bytes: longest
+    text, in UTF-8, before and after a chat template; also the most ids. max_cache_bytes: size of
+    the PrefixCache. renderers: run the model's chat template. client_renderers: run clients'
+    templates; None refuses them. special_tokens_in_text: spellings in a conversation's texts become
+    control tokens. Raises InvalidArgument (`model`) when the chat template is broken.
     """
 
     def __init__(
@@ -465,10 +466,10 @@ class Encoder:
         return self._setup is not None
 
     def encode(self, asked: Sequence[Asked]) -> list[Encoded | BatonError]:
-        """Each prompt, or why not: InvalidArgument naming the field at fault, or Internal.
+        """Encodes each prompt, or returns its error: InvalidArgument naming the invalid field, or
+        Internal.
 
-        Texts that no earlier one can help with go to the library together: that is quicker than
-        one by one.
+        Texts that bypass the cache go to the library together, which is faster than one by one.
         """
         works = [self._begin(prompt, salt) for prompt, salt in asked]
         for add_special_tokens in (False, True):
@@ -506,7 +507,7 @@ class Encoder:
             return _failed(error)
 
     def _markers(self) -> Iterator[tuple[str, int]]:
-        """Those that models write as one token."""
+        """The MARKERS that are one token in this vocabulary, with their ids."""
         for marker in MARKERS:
             ids = self._tokenizer.encode(marker, add_special_tokens=False).ids
             if len(ids) == 1:
@@ -548,7 +549,7 @@ class Encoder:
         return str(text)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it; "" for an id without a token."""
+        """Each token as the vocabulary spells it; "" for an id without a token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def _encode_texts(

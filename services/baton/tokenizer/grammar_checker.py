@@ -1,8 +1,8 @@
-"""Checker, grammars tried in processes that may die of them.
+"""Checker, which compiles grammars in processes that can be killed.
 
-What a grammar may cost is CPU time and memory of one process, so a busy machine refuses nothing
-that an idle one takes. The time on the clock is bounded too, generously: then it is the machine
-that is too busy.
+A grammar's limits are CPU time and memory of one process, so that a busy machine accepts the same
+grammars as an idle one. Wall-clock time has a generous limit too; exceeding it means that the
+machine is overloaded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _START_S = 20.0
 
 
 class Checker:
-    """Lives on the event loop; processes are started when they are needed. special: see
-    `vocabulary.load`. cpu_s: CPU time that a grammar may take. memory_bytes: what a process
-    may take, the model's tokens included. num_processes: grammars that are tried at once.
+    """Runs on the event loop; processes are started on demand.
+
+    special: see `load_vocabulary`. cpu_s: CPU time that a grammar may take. memory_bytes: the limit
+    of a process, which includes the model's vocabulary. num_processes: grammars that are compiled
+    at once.
     """
 
     def __init__(
@@ -54,8 +56,8 @@ class Checker:
         self._max_asked = MAX_WAITING + num_processes
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises InvalidArgument naming `grammar` for one that cannot be followed, or costs too
-        much; Overloaded when there is too much to try, or the machine is too busy."""
+        """Raises InvalidArgument naming `grammar` for one that does not compile or exceeds the
+        limits, and Overloaded when too many wait or the machine is too busy."""
         digest = grammar.digest
         if digest not in self._known:
             if self._num_asked >= self._max_asked:
@@ -76,13 +78,13 @@ class Checker:
             raise InvalidArgument(self._known[digest], field=FIELD)
 
     async def close(self) -> None:
-        """Ends the processes, whatever they try."""
+        """Kills the processes, also busy ones."""
         self._free.clear()
         while self._started:
             await asyncio.to_thread(self._started.pop().end)
 
     async def _try(self, grammar: Grammar) -> str:
-        """What is wrong with it, or ""."""
+        """What is wrong with the grammar, or ""."""
         child = await self._taken()
         asked = {"kind": grammar.kind.name, "text": grammar.text}
         answer = await self._ask(child, json.dumps(asked).encode() + b"\n")
@@ -112,7 +114,8 @@ class Checker:
             raise
 
     def _said_by(self, code: int | None) -> str:
-        """What the end of a process says of the grammar that it tried. Raises Internal."""
+        """What is wrong with a grammar whose process ended with `code`. Raises Internal when the
+        grammar is not the cause."""
         if code == -signal.SIGPROF:
             return f"takes more than {self._cpu_s:g} s to compile"
         if code in (OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGKILL):

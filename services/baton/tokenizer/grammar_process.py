@@ -1,7 +1,7 @@
-"""One process that tries grammars, told by lines of JSON; whoever started it may kill it any time.
+"""A process that compiles grammars, given as lines of JSON. It may be killed at any time.
 
-A grammar that takes more CPU time than it may, or more memory, ends the process. That is the only
-way to end a compilation, and why it has a process of its own.
+A grammar that exceeds the CPU time or memory ends the process: a compilation cannot be interrupted
+in any other way.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from baton.core.request.request import Grammar, GrammarKind
 from baton.grammar.compiler import compile_grammar, load_vocabulary
 
 NICENESS = 5
-"""Whoever waits for plain prompts goes first."""
+"""Encoding of prompts has precedence."""
 
 OUT_OF_MEMORY = 77
-"""Exit code; native code that finds no memory aborts instead."""
+"""Exit code; native code without memory aborts instead."""
 
 
 def main(folder: str, special: str, cpu_s: str, memory_bytes: str) -> None:
-    """special: a JSON list. Answers {"error": text} to {"kind": name, "text": text}; an empty error
-    says that the grammar can be followed."""
+    """Answers {"error": text} to {"kind": name, "text": text}; an empty error means that the
+    grammar compiles. special: a JSON list."""
     os.nice(NICENESS)
     _limit_memory(int(memory_bytes))
     tokenizer: LLTokenizer | None = None
-    with suppress(InvalidArgument):  # of a kind that llguidance does not know
+    with suppress(InvalidArgument):  # llguidance does not support this tokenizer
         tokenizer = load_vocabulary(Path(folder), special=json.loads(special))
     print("{}", flush=True)
     for line in sys.stdin.buffer:
         asked = json.loads(line)
-        # Its default action ends the process, whatever native code runs just then.
+        # SIGPROF's default action ends the process, even while native code runs.
         signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
         error = _try(tokenizer, Grammar(GrammarKind[asked["kind"]], asked["text"]))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -60,8 +60,8 @@ def _try(tokenizer: LLTokenizer | None, grammar: Grammar) -> str:
 
 
 def _limit_memory(size: int) -> None:
-    """Of the heap: what is merely mapped does not count. Where memory runs out before, this process
-    goes first."""
+    """Limits the heap to `size` bytes; mapped files do not count. When the machine runs out of
+    memory, the kernel kills this process first."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

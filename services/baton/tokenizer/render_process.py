@@ -1,7 +1,8 @@
-"""One process that renders chats, told by lines of JSON; whoever started it may kill it any time.
+"""A process that renders chats, given as lines of JSON. It may be killed at any time.
 
-It limits itself before it reads anything: memory, no files, no further processes, and CPU time for
-each line. A template that takes more than it may ends the process where nothing milder does.
+It limits itself before it reads any input: memory, no file writes, no further processes, and CPU
+time for each line. A template that exceeds them, and that the sandbox cannot stop, ends the
+process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from baton.tokenizer.renderers import OUT_OF_MEMORY, Job, Reply, Setup
 
 _HARD_CPU = 2.0
 _HARD_CPU_S = 0.2
-"""Beyond what a template may take: reading the line and writing the answer take some, too."""
+"""Added to a template's limit for reading the line and writing the answer."""
 
 
 def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
@@ -35,7 +36,7 @@ def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
     template: ChatTemplate | None = None
     hard_s = _HARD_CPU * float(cpu_s) + _HARD_CPU_S
     for line in sys.stdin.buffer:
-        # Its default action ends the process, whatever native code runs just then.
+        # SIGPROF's default action ends the process, even while native code runs.
         signal.setitimer(signal.ITIMER_PROF, hard_s)
         sandbox.begin(cpu_s=float(cpu_s), max_characters=int(max_characters))
         try:
@@ -52,7 +53,7 @@ def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
             reply = Reply(message=wrong.message, field=wrong.field)
         except MemoryError:
             sys.exit(OUT_OF_MEMORY)
-        except RecursionError:  # of values so deep that no template is asked
+        except RecursionError:  # values nested too deeply, before the template runs
             refusal = not_accepted()
             reply = Reply(message=refusal.message, field=refusal.field)
         said.write(encoder.encode(reply) + b"\n")
@@ -61,20 +62,22 @@ def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
 
 
 def _compiled(setup: Setup, sandbox: Sandbox) -> ChatTemplate:
-    """Raises InvalidArgument (`template`), also where only compiling it is too much."""
+    """Compiles a template. Raises InvalidArgument (`template`) when that fails or takes too much
+    memory."""
     try:
         return ChatTemplate(setup, sandbox.from_string(setup.source), sandbox)
     except TemplateSyntaxError as error:
         message = f"is broken at line {error.lineno}"
     except MemoryError:
         message = "takes too much memory"
-    except Exception:  # what a template says is worked out while it is compiled, too
+    except Exception:  # jinja2 evaluates constant expressions of a template when it compiles it
         message = "cannot be used"
     raise InvalidArgument(message, field="template") from None
 
 
 def _limit(memory_bytes: int) -> None:
-    """Where memory runs out before, this process goes first."""
+    """Sets the process's limits. When the machine runs out of memory, the kernel kills this process
+    first."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     for what, most in (

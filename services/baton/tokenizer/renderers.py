@@ -1,8 +1,8 @@
-"""Renderers, processes that render chat templates and may die of it.
+"""Renderers, which render chat templates in processes that can be killed.
 
-A template is a program, of a model or of a client, and runs on what clients say. What it may cost
-is CPU time and memory of a process of its own, which the kernel takes away with it; what comes back
-is bounded here. One that rendered in time is used again.
+A template is an untrusted program, of a model or a client, that runs on a client's texts. Its
+process limits CPU time and memory; the size of the answer is limited here. A process that answered
+in time is used again.
 """
 
 from __future__ import annotations
@@ -18,27 +18,23 @@ from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded,
 from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall
 from baton.tokenizer.child import Child
 
-# A conversation and its tools as the plain values that chat templates are written for.
-#
-# These are the ones that `transformers` documents: OpenAI's form, but with the arguments of a call
-# as an object.
-
-
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def chat_messages(chat: ChatPrompt) -> list[dict[str, Any]]:
-    """A key is there only when its value is said, but for role and content."""
+    """The messages as the values that `transformers` documents for templates: OpenAI's form, but
+    with the arguments of a call as an object. Empty values are left out, except role and
+    content."""
     return [_message(message) for message in chat.messages]
 
 
 def chat_tools(chat: ChatPrompt) -> list[dict[str, Any]] | None:
-    """None without tools: templates ask for that."""
+    """The tools in OpenAI's form; None without tools, which templates test for."""
     return [_tool(tool) for tool in chat.tools] or None
 
 
 def chat_size(chat: ChatPrompt) -> int:
-    """Characters that come from the client."""
+    """The number of characters from the client."""
     return sum(
         len(message.content)
         + len(message.reasoning)
@@ -67,7 +63,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """The value that a text is the JSON of; else the text, which is what a model once wrote."""
+    """The parsed JSON; the text itself when it is not JSON, because a model may have written it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -86,46 +82,50 @@ START_S = 30.0
 RETRY_AFTER_S = 1.0
 _CLOCK_PER_CPU = 10.0
 _SLACK_S = 1.0
-"""A busy machine refuses nothing that an idle one renders; but some time has to be enough."""
+"""The wall-clock limit is this plus _CLOCK_PER_CPU times the CPU time, so that a busy machine
+renders the same chats as an idle one."""
 BASE_MEMORY_BYTES = 1 << 28
 MEMORY_PER_CHARACTER = 48
-"""The text, what it is made of and its messages, of four bytes a character."""
+"""Room for the text, its pieces and the messages, at four bytes per character."""
 _ANSWER_PER_CHARACTER = 32
 _ANSWER_BYTES = 1 << 16
 OUT_OF_MEMORY = 77
-"""Exit code; native code that finds no memory aborts instead."""
+"""Exit code; native code without memory aborts instead."""
 _CANNOT_GO_ON = (OUT_OF_MEMORY, -signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV)
-"""How a process ends that a template costs more than it may."""
+"""Return codes of a process whose template exceeded its limits."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process needs to know of a template before it renders with it."""
+    """A template and the control tokens of its tokenizer, sent to a process before rendering."""
 
     source: str
     special_tokens: dict[str, str] = {}
     """Text by name, as templates see them."""
     control: list[str] = []
-    """Spellings of control tokens, of which those in a client's texts are to be told apart."""
+    """Spellings of control tokens. Those in a client's texts must stay plain text."""
     spoken: list[str] = []
-    """Those of them that an assistant's own messages may hold."""
+    """Those of `control` that an assistant's messages may contain."""
     always: bool = False
-    """Whether they are told apart also where the client's texts spell none."""
+    """Whether `own` is computed even when the client's texts contain none of the spellings."""
 
 
 class Job(msgspec.Struct):
-    """One line to a process. setup: None for the one before. chat: None to try the setup only."""
+    """One line to a process."""
 
     setup: Setup | None
+    """None: the same as in the job before."""
     chat: ChatPrompt | None
+    """None: only compile the setup's template."""
 
 
 class Reply(msgspec.Struct):
-    """One line from a process. message: what is wrong, if anything is, and with which field."""
+    """One line from a process."""
 
     text: str = ""
     own: list[tuple[int, int]] | None = None
     """See `Rendered`."""
     message: str = ""
+    """What is wrong with `field`; "" on success."""
     field: str = ""
 
 
@@ -143,17 +143,18 @@ def too_much() -> InvalidArgument:
 class _Renderer:
     child: Child
     setup: Setup | None = None
-    """What it knows."""
+    """The setup that the child has compiled."""
 
 
 @dataclass
 class Renderers:
-    """May be used by several threads; each has a process to itself meanwhile, so there are as many
-    as threads that render. cpu_s, max_characters: what one chat may use.
-    """
+    """Thread-safe. Each call uses a process exclusively, so that there are at most as many
+    processes as threads that render."""
 
     cpu_s: float
+    """CPU time that one chat may take."""
     max_characters: int
+    """The longest text of one chat."""
     _idle: list[_Renderer] = field(default_factory=list)
 
     def try_setup(self, setup: Setup) -> None:
@@ -161,8 +162,8 @@ class Renderers:
         self._ask(setup, None)
 
     def render(self, setup: Setup, chat: ChatPrompt) -> Reply:
-        """The text and whose its control tokens are. Raises InvalidArgument naming the field at
-        fault, Overloaded where the machine is too busy, or Unavailable without a process."""
+        """Renders a chat. Raises InvalidArgument naming the invalid field, Overloaded when the
+        machine is too busy, or Unavailable when no process can be started."""
         return self._ask(setup, chat)
 
     def close(self) -> None:
@@ -179,7 +180,7 @@ class Renderers:
         self._idle.append(renderer)
         reply = _decode(answer)
         if reply.message:
-            if reply.field == "template":  # it knows none now
+            if reply.field == "template":  # the process has no template now
                 renderer.setup = None
             raise InvalidArgument(reply.message, field=reply.field)
         return reply
@@ -202,7 +203,7 @@ class Renderers:
 
 
 def _said_by(child: Child) -> BatonError:
-    """What the end of a process says of the chat that it rendered."""
+    """The error for a chat whose process ended."""
     if child.code in _CANNOT_GO_ON:
         return too_much()
     if child.late or child.code == -signal.SIGKILL:  # the machine has no time or memory left

@@ -1,4 +1,4 @@
-"""The gRPC face of the tokenizer: what may wait, and how much."""
+"""The gRPC service of the tokenizer, and the executor that batches its work on threads."""
 
 from __future__ import annotations
 
@@ -38,21 +38,12 @@ from baton.v1 import tokenizer_pb2 as pb
 from baton.v1 import tokenizer_pb2_grpc
 from baton.v1.types_pb2 import Error
 
-# Has short and long inputs worked on side by side, on a few threads.
-#
-# A thread takes several short inputs at once, since handing one over costs more than encoding a
-# short text. A long input goes alone, and long ones never have all threads: a text that takes
-# seconds delays its neighbours by no more than their own work. Both kinds are done in the order
-# they came. There is no timer: whatever waits when a thread is free makes a batch, so a batch is
-# large only under load.
-
-
 Item = TypeVar("Item")
 Output = TypeVar("Output")
 
 LONG_BYTES = 1 << 16
 LONG_NICE = 10
-"""Of threads that work on long inputs: about a tenth of others' share where they meet."""
+"""The nice value of threads for long inputs: about a tenth of another thread's CPU share."""
 BATCH_BYTES = 1 << 14
 BATCH_JOBS = 64
 
@@ -65,10 +56,18 @@ class _Job(NamedTuple):
 
 
 class BatchExecutor:
-    """threads: how many work at a time, at least 2 if long inputs are to delay nobody. cores:
-    short inputs have no more threads at a time, for on one core two of them only get into each
-    other's way. long_executor: whose threads long inputs have; None: those of all. Used on one
-    event loop."""
+    """Runs short and long inputs side by side on a few threads. Used on one event loop.
+
+    A thread takes several short inputs at once, since handing one over costs more than encoding a
+    short text. A long input runs alone, and long ones never occupy all threads, so that a text that
+    takes seconds does not block short ones. Both kinds run in order of arrival. There is no timer:
+    all that waits when a thread becomes free makes a batch, so that batches are large only under
+    load.
+
+    threads: the most that run at once, at least 2 to keep one for short inputs. cores: the most
+    threads for short inputs, because two of them on one core only slow each other down.
+    long_executor: the threads for long inputs; None: `executor`.
+    """
 
     def __init__(
         self, executor: Executor, threads: int, cores: int, long_executor: Executor | None = None
@@ -85,9 +84,9 @@ class BatchExecutor:
     async def run(
         self, work: Callable[[Sequence[Item]], Sequence[Output | Exception]], item: Item, size: int
     ) -> Output:
-        """What `work`, called with the item and perhaps others, has for it; raises if that is an
-        exception. size: in bytes, or LONG_BYTES for what may take long all the same. An item whose
-        caller leaves while it waits is not worked on.
+        """Calls `work` with the item and possibly others, and returns its result for the item, or
+        raises it if it is an exception. size: in bytes, or LONG_BYTES for an item that may take
+        long in spite of its size. An item whose caller is cancelled while it waits is skipped.
         """
         done: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
         (self._short if size < LONG_BYTES else self._long).append(_Job(work, item, size, done))
@@ -105,11 +104,11 @@ class BatchExecutor:
             batch.add_done_callback(partial(self._ended, jobs, long))
 
     def _next(self) -> list[_Job]:
-        """Empty when nothing may begin now."""
+        """The next batch; empty when nothing may begin now."""
         for waiting in (self._short, self._long):
             while waiting and waiting[0].done.done():
                 waiting.popleft()
-        # Short ones go first, but for one long job: so neither kind waits for ever.
+        # Short jobs go first, except before one long job, so that neither kind starves.
         if self._long and (
             not self._running_long or (not self._short and self._running_long < self._threads - 1)
         ):
@@ -119,7 +118,7 @@ class BatchExecutor:
         if free_cores <= 0:
             return jobs
         room = BATCH_BYTES
-        # No thread takes what another one is free to do.
+        # Short jobs are spread over the free threads.
         free = min(self._threads - self._running, free_cores)
         share = min(BATCH_JOBS, -(-len(self._short) // free))
         while self._short and len(jobs) < share and (room >= self._short[0].size or not jobs):
@@ -151,8 +150,8 @@ class BatchExecutor:
 
 
 def give_way() -> None:
-    """Makes the calling thread the last to get a processor: one that encodes a megabyte for a
-    second would else take turns with event loops, of this process and of others beside it."""
+    """Lowers the calling thread's priority. Otherwise a thread that encodes a megabyte for a second
+    would compete with event loops, of this process and of others."""
     with suppress(OSError):  # where threads have no priorities of their own
         thread = threading.get_native_id()
         nice = max(LONG_NICE, os.getpriority(os.PRIO_PROCESS, thread))
@@ -160,21 +159,20 @@ def give_way() -> None:
 
 
 def _work_off(jobs: Sequence[_Job]) -> Sequence[Any]:
-    """On a thread of the executor: a result or an exception for each. The neighbours of one that
-    raises all the same share its fate."""
+    """Runs on a thread of the executor; returns a result or an exception for each job. If `work`
+    itself raises, the whole batch fails."""
     results: list[Any] = []
     for work, group in groupby(jobs, key=attrgetter("work")):
         results += work([job.item for job in group])
     return results
 
 
-# Groups of inputs to groups of outputs, as messages, on a thread.
-
 MAX_SALT_BYTES = 1024
 
 
 class EncodeJob:
-    """What lanes are given to do. An input that fails has its error instead of an output."""
+    """The work that a BatchExecutor runs: groups of input messages to groups of outputs. An input
+    that fails has its error in place of an output."""
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
@@ -246,7 +244,11 @@ _Work = Callable[[Sequence[Sequence[_Item]]], Sequence[list[_Output | BatonError
 
 
 class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
-    """Serves `baton.v1.Tokenizer`. lanes: where it encodes and decodes. checker: tries grammars."""
+    """Serves `baton.v1.Tokenizer`.
+
+    lanes: runs encoding and decoding. checker: checks grammars. max_waiting_bytes: the most input
+    that is accepted and not answered; more is refused with Overloaded.
+    """
 
     def __init__(
         self,
@@ -327,7 +329,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         output: type[_Output],
         about: Mapping[str, str],
     ) -> list[_Output]:
-        """An output for each input, in order. about: the call, for log lines."""
+        """An output for each input, in order. about: the call's ids, for log lines."""
         if len(inputs) > MAX_INPUTS:
             raise InvalidArgument(f"must be at most {MAX_INPUTS}", field="inputs")
         outputs = await asyncio.gather(
@@ -345,7 +347,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         items: list[_Item],
         size: int,
     ) -> list[_Output | BatonError]:
-        """Of inputs that a thread takes together."""
+        """The results of inputs that one thread takes together."""
         if self._waiting_bytes + size > self._max_waiting_bytes and self.num_inputs:
             error = Overloaded("the tokenizer has too much to do", retry_after_s=RETRY_AFTER_S)
             return [error] * len(items)
@@ -364,7 +366,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
                 self._idle.set()
 
     async def _refusal(self, item: pb.EncodeInput | pb.DecodeInput) -> BatonError | None:
-        """What is wrong with an input's grammar, if it has one and anything is."""
+        """The error of an input's grammar; None without one, or for a valid grammar."""
         if not isinstance(item, pb.EncodeInput) or not item.HasField("grammar"):
             return None
         try:
@@ -375,7 +377,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 def _told(error: BatonError, about: Mapping[str, str]) -> Error:
-    """What the caller gets. Faults of our own are logged, and why a template took no chat."""
+    """The error as a message. Internal errors are logged, and at debug level the cause of a
+    refusal."""
     if not isinstance(error, InvalidArgument | Overloaded):
         log.error("an input could not be worked on", exc_info=error, extra=about)
     elif error.__cause__ is not None:
@@ -384,13 +387,13 @@ def _told(error: BatonError, about: Mapping[str, str]) -> Error:
 
 
 def _groups(inputs: Sequence[_Item]) -> Iterator[tuple[list[_Item], int]]:
-    """Neighbours that make a batch, with their bytes; a long one is a group of its own."""
+    """Splits inputs into batches, each with its bytes; a long input is a batch of its own."""
     group: list[_Item] = []
     total = 0
     for item in inputs:
         size = item.ByteSize()
         if isinstance(item, pb.EncodeInput) and item.chat.template:
-            size = max(size, LONG_BYTES)  # a stranger's program may take long over any input
+            size = max(size, LONG_BYTES)  # a client's template may take long on any input
         if group and total + size > BATCH_BYTES:
             yield group, total
             group, total = [], 0
