@@ -1,5 +1,6 @@
-"""The detokenizer process: token ids become text.
+"""The detokenizer process: converts token ids to text.
 
-In come the tokens of all choices of a router, over one stream; out goes the text of each that is
-ready, up to its stop string. The same ids give the same bytes, however they are cut into messages.
+It takes the tokens of all choices of a router over one stream, and returns each choice's text as
+soon as it is ready, up to its stop string. The same ids give the same bytes, however they are
+grouped into messages.
 """

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 async def serve(options: DetokenizerConfig) -> int:
-    """Returns the exit code."""
+    """Runs the process and returns its exit code."""
     instance_id = lifecycle.new_instance_id()
     logs.setup(ROLE, options.log_level, options.log_json, instance_id=instance_id)
     log.info("%s", config.describe(options))
@@ -79,7 +79,7 @@ async def serve(options: DetokenizerConfig) -> int:
 
 
 def _model(options: DetokenizerConfig, folder: Path) -> ModelDescription:
-    """Only what the tokenizer's files tell."""
+    """The model's description as far as the tokenizer's files contain it."""
     return ModelDescription(
         name=options.model_name or folder.resolve().name,
         digest="",

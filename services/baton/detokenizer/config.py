@@ -1,4 +1,4 @@
-"""What a detokenizer process can be told."""
+"""The options of a detokenizer process."""
 
 from __future__ import annotations
 

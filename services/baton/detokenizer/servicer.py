@@ -1,7 +1,7 @@
-"""The gRPC face of the detokenizer: one Session stream per router. Converts, and decides nothing.
+"""The gRPC service of the detokenizer: one Session stream per router.
 
-Reading never waits for writing: operations are applied as they come, news gathers in `OpenTexts`,
-and one writer sends all there is as one response whenever the stream has room.
+Reading never waits for writing: operations are applied as they arrive, new text accumulates in
+`OpenTexts`, and one writer sends all of it as one response whenever the stream has room.
 """
 
 from __future__ import annotations
@@ -27,13 +27,17 @@ HEARTBEAT_S = 0.5
 MAX_RESPONSE_CHARACTERS = 1 << 18
 MAX_KEPT_SPECIAL_TOKENS = 64
 BURST_TOKENS = 4096
-"""Tokens worked on before other sessions and heartbeats get their turn."""
+"""Tokens processed before the session yields to other sessions and heartbeats."""
 
 Context = grpc.aio.ServicerContext[pb.DetokenizerSessionRequest, pb.DetokenizerSessionResponse]
 
 
 class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
-    """Serves `baton.v1.Detokenizer`."""
+    """Serves `baton.v1.Detokenizer`.
+
+    max_texts: open texts per session; more are refused. max_unsent_bytes: what a router may leave
+    unread before its session ends.
+    """
 
     def __init__(
         self,
@@ -58,17 +62,18 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
 
     @property
     def num_texts(self) -> int:
-        """Open texts of all sessions. May be read on any thread."""
+        """The number of open texts of all sessions. Thread-safe."""
         return sum(len(session.texts) for session in tuple(self._sessions))
 
     async def drain(self) -> None:
-        """No text is opened from now on, and a session ends when it has none; returns then."""
+        """Refuses new texts, ends each session when it has none, and returns when all have
+        ended."""
         self.draining = True
         for session in self._sessions:
             session.drain()
         await self._idle.wait()
 
-    # The stubs know generators only; a handler that writes by itself is as good.
+    # The type stubs allow only generators; grpc.aio also accepts handlers that write themselves.
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.DetokenizerSessionRequest], context: Context
     ) -> None:
@@ -81,8 +86,8 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
         reader = asyncio.create_task(session.read(request_iterator))
         writer = asyncio.create_task(session.write(context.write))
         try:
-            # A writer that waits for a router which does not read must not keep the session alive
-            # when the reader fails.
+            # When the reader fails, the session ends even if the writer waits for a router that
+            # does not read.
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
                 reader.result()
@@ -98,7 +103,7 @@ class DetokenizerServicer(detokenizer_pb2_grpc.DetokenizerServicer):
 
 
 class _Session:
-    """One stream: `read` and `write` run as two tasks on one event loop, until either ends."""
+    """One stream: `read` and `write` run as two tasks until the writer ends or the reader fails."""
 
     def __init__(self, texts: OpenTexts, max_unsent_bytes: int, tracer: Tracer) -> None:
         self.texts = texts
@@ -106,7 +111,7 @@ class _Session:
         self._max_unsent_bytes = max_unsent_bytes
         self._draining = False
         self._complete = False
-        """No operation follows."""
+        """Whether the router has sent its last operation."""
         self._made = counter(TEXT_BYTES)
         self._wake = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
@@ -116,8 +121,8 @@ class _Session:
         self._wake.set()
 
     async def read(self, requests: AsyncIterator[pb.DetokenizerSessionRequest]) -> None:
-        """Applies operations until the router has no more. Raises Overloaded when it leaves too
-        much unread.
+        """Applies operations until the router sends no more. Raises Overloaded when the router
+        leaves more than max_unsent_bytes unread.
         """
         burst = 0
         async for request in requests:
@@ -135,7 +140,8 @@ class _Session:
         self._wake.set()
 
     async def write(self, send: Callable[[pb.DetokenizerSessionResponse], Awaitable[None]]) -> None:
-        """Ends when the router has no more operations, or when draining and no text is open."""
+        """Sends new text and heartbeats. Ends when the router sends no more operations, or when
+        draining and no text is open."""
         while True:
             self._wake.clear()
             while news := self.texts.take(MAX_RESPONSE_CHARACTERS):
@@ -151,7 +157,7 @@ class _Session:
                 await send(pb.DetokenizerSessionResponse(heartbeat=True))
 
     def _apply(self, operation: pb.DetokenizeOperation) -> int:
-        """Returns how many tokens it took."""
+        """Applies an operation, and returns its cost in tokens."""
         text_id = operation.text_id
         try:
             match operation.WhichOneof("operation"):

@@ -1,8 +1,9 @@
-"""The text of one choice, from its tokens to what may be sent.
+"""The text of one choice, from its tokens to the part that may be sent.
 
-Tokens become whole characters (`incremental`), stop strings are searched in them (`stops`), and
-what can be part of no stop string any more is ready. Everything here is a function of the token ids
-in order, so a text that is opened again with the same ids goes on with the same bytes.
+Tokens become whole characters (`IncrementalText`), stop strings are searched in them
+(`StopMatcher`), and text that cannot be part of a stop string is ready (`StreamedText`). All of it
+is a function of the token ids in order, so that a text opened again with the same ids continues
+with the same bytes.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ from baton.detokenizer.vocabulary import Vocabulary
 from baton.rpc import tracing
 from baton.rpc.tracing import NO_SPAN, Span, error_type
 
-# Finds stop strings in a text that comes in pieces.
-#
-# The first stop string to be *completed* wins; of several completed by the same character, the
-# longest. This depends on the text alone, never on how it was cut into pieces.
-#
-# For each stop string the longest end of the text that begins it is known (Knuth, Morris and Pratt,
-# "Fast pattern matching in strings", 1977). The longest of these is exactly what must be held back:
-# all text before it can be part of no match any more.
-
 MAX_STOP_STRINGS = 64
 MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A stop string was completed after `end` characters of the piece that was fed."""
+    """A completed stop string."""
 
     stop_string: str
     end: int
+    """The characters of the fed piece up to the end of the stop string."""
 
 
 class StopMatcher:
-    """The search in one text. Making one raises InvalidArgument (field `stop_strings`)."""
+    """Finds stop strings in a text that arrives in pieces.
+
+    The stop string that is *completed* first wins; of several completed by the same character, the
+    longest. The result does not depend on how the text is split into pieces.
+
+    For each stop string it tracks the longest suffix of the text that is a prefix of the stop
+    string (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977). The longest of these
+    must be held back; the text before it cannot be part of a match.
+
+    The constructor raises InvalidArgument (field `stop_strings`).
+    """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         if len(stop_strings) > MAX_STOP_STRINGS:
@@ -54,18 +57,18 @@ class StopMatcher:
             )
         self._patterns = [(stop_string, _borders(stop_string)) for stop_string in stop_strings]
         self._begun = [0] * len(stop_strings)
-        """How many characters of each stop string the text ends with."""
+        """For each stop string, how many of its first characters the text ends with."""
         self._first_characters = frozenset(stop_string[0] for stop_string in stop_strings)
 
     @property
     def held(self) -> int:
-        """How many characters at the end of the text may belong to a stop string."""
+        """How many characters at the end of the text may be part of a stop string."""
         return max(self._begun)
 
     def feed(self, piece: str, *, armed: bool = True) -> Match | None:
-        """Searches the next piece. Nothing may be fed after a match.
+        """Searches the next piece. Must not be called after a match.
 
-        armed: False lets stop strings that end in this piece pass.
+        armed: False ignores stop strings that end in this piece.
         """
         if not any(self._begun) and self._first_characters.isdisjoint(piece):
             return None
@@ -92,7 +95,8 @@ class StopMatcher:
 
 
 def _borders(text: str) -> list[int]:
-    """For each length of a beginning of the text: its longest proper beginning that ends it too."""
+    """For each prefix of the text, by length: the length of its longest proper prefix that is also
+    its suffix."""
     borders = [0, 0]
     for character in text[1:]:
         border = borders[-1]
@@ -102,21 +106,8 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-# UTF-8-safe text of one choice, token by token.
-#
-# The rule: the text of output ids is what `Tokenizer.decode(tail + ids)` adds to `decode(tail)`,
-# where `tail` is the end of the prompt. With a tail the output continues the prompt, so a leading
-# space stays (" Paris"); without one the first token loses it as in batch decoding ("Paris").
-# Special tokens, when skipped, count as absent: the first token that is kept is the first one.
-#
-# A character is sent when its last byte is here. Bytes that can be no character become U+FFFD, at
-# most three of them wait. One difference from batch decoding is deliberate: byte-fallback decoding
-# turns a whole run of byte tokens into U+FFFD when any part of the run is broken, its valid
-# characters too; here these were sent already, and stay.
-
-
 class Spelling(Protocol):
-    """What a vocabulary tells about token ids; `baton.detokenizer.vocabulary` is the real one."""
+    """The bytes of token ids. `baton.detokenizer.vocabulary` implements it."""
 
     @property
     def replaces_each_byte(self) -> bool: ...
@@ -142,7 +133,18 @@ codecs.register_error("baton.replace_each_byte", _replace_each_byte)
 
 
 class IncrementalText:
-    """Turns tokens into whole characters. The result does not depend on how tokens are grouped."""
+    """Converts the tokens of one choice to whole characters, token by token.
+
+    The text of output ids is what `Tokenizer.decode(tail + ids)` adds to `decode(tail)`, where
+    `tail` is the end of the prompt. With a tail the output continues the prompt and keeps a leading
+    space (" Paris"); without one the first token loses it as in batch decoding ("Paris"). Skipped
+    special tokens count as absent.
+
+    A character is returned with its last byte. Invalid bytes become U+FFFD; at most three bytes
+    wait. One difference from batch decoding is deliberate: byte-fallback decoding turns a whole run
+    of byte tokens into U+FFFD when a part of it is invalid, even its valid characters; here those
+    were sent already, and stay.
+    """
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class IncrementalText:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Takes a token; returns the characters that it completes."""
         special = self._skip_special_tokens and self._spelling.is_special(token_id)
         if special and token_id not in self._kept:
             return ""
@@ -179,51 +181,54 @@ class IncrementalText:
         return bool(self._decoder.getstate()[0])
 
     def finish(self) -> str:
-        """What the waiting bytes become when no token follows."""
+        """The text of the waiting bytes when no token follows."""
         return self._decoder.decode(b"", final=True)
 
 
 @dataclass(frozen=True, slots=True)
 class DetokenizeOptions:
-    """How a choice's text is made. kept_special_tokens: texts of those that are not skipped all the
-    same; delivered_bytes: UTF-8 bytes of it that are not sent again;
-    min_tokens: stop strings completed by one of so many first output tokens do not count.
-    """
+    """How a choice's tokens become text."""
 
     stop_strings: tuple[str, ...] = ()
     include_stop_string: bool = False
     skip_special_tokens: bool = True
     kept_special_tokens: tuple[str, ...] = ()
+    """Texts of special tokens that skip_special_tokens does not skip."""
     prompt_tail_ids: tuple[int, ...] = ()
+    """The last tokens of the prompt, see IncrementalText."""
     delivered_bytes: int = 0
+    """How many UTF-8 bytes at the start of the text are not sent again."""
     min_tokens: int = 0
+    """Stop strings completed by one of so many first output tokens are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A stop string, and the output position of the token that completed it."""
+    """The stop string that ended a text."""
 
     stop_string: str
     position: int
+    """The output position of the token that completed it."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What follows the text sent so far.
-
-    num_tokens: output tokens whose text is fully sent or skipped. searched_tokens: output tokens in
-    which no stop string ends. end: nothing more comes.
-    """
+    """The continuation of a text."""
 
     text: str
+    """What follows the text sent so far."""
     num_tokens: int
+    """Output tokens whose text is fully sent or skipped."""
     searched_tokens: int
+    """Output tokens in which no stop string ends."""
     stop: Stop | None = None
     end: bool = False
+    """Whether the text is complete."""
 
 
 class StreamedText:
-    """Making one raises InvalidArgument (`stop_strings`) for stop strings it cannot search."""
+    """The text of one choice while its tokens arrive. The constructor raises InvalidArgument
+    (`stop_strings`) for invalid stop strings."""
 
     def __init__(self, spelling: Spelling, options: DetokenizeOptions) -> None:
         self._incremental = IncrementalText(
@@ -240,7 +245,7 @@ class StreamedText:
         self._count = 0
         self._characters = 0
         self._ends: deque[int] = deque()
-        """Where each token's text ends, for tokens whose text is not fully ready, in characters."""
+        """Where the text of each token ends that is not fully ready, in characters."""
         self._held = ""
         self._ready: list[str] = []
         self._stop: Stop | None = None
@@ -249,7 +254,7 @@ class StreamedText:
 
     @property
     def count(self) -> int:
-        """Output tokens so far; none beyond a stop string."""
+        """The number of output tokens so far, up to the stop string."""
         return self._count
 
     def append(
@@ -286,7 +291,7 @@ class StreamedText:
         return bool(self._ready) or self._ended or self._told != self._tell()
 
     def take(self, max_characters: int) -> News:
-        """What is ready, at most max_characters of it; the rest stays for the next call."""
+        """The text that is ready, at most max_characters; the rest stays for the next call."""
         text = "".join(self._ready)
         self._ready.clear()
         if len(text) > max_characters:
@@ -302,7 +307,7 @@ class StreamedText:
     def _push(self, token_id: int) -> None:
         text = self._incremental.push(token_id)
         self._characters += len(text)
-        # Bytes that wait make one character more, whatever completes them.
+        # Waiting bytes become exactly one character more.
         self._ends.append(self._characters + self._incremental.pending)
         self._count += 1
         if text:
@@ -311,7 +316,7 @@ class StreamedText:
             self._ends.popleft()
 
     def _add(self, text: str) -> None:
-        """Takes characters that the newest token completed."""
+        """Adds the characters that the newest token completed."""
         self._held += text
         if self._matcher is None:
             self._release(len(self._held))
@@ -359,26 +364,22 @@ class StreamedText:
             raise InvalidArgument("ends within a character", field="delivered_bytes") from None
 
 
-# All open texts of one session, and what of them is not sent yet.
-#
-# News of a text gathers here until the writer takes it: one entry a text, however many tokens came.
-# What a peer can make us keep is bounded: the number of texts by `max_texts`, what is not sent by
-# whoever looks at `unsent_bytes`.
-
-
 _TOKEN_BYTES = 4
-"""What a token's text is taken to weigh before it is sent."""
+"""The estimated size of a token's text before it is sent."""
 _ERROR_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TextNews:
-    """News of one text, with the bytes of single tokens; or the error that ended it."""
+    """News of one text, or the error that ended it."""
 
     text_id: int
     news: News | None = None
+    """None with an error."""
     token_texts: Sequence[bytes] = ()
+    """The bytes of each new token, if the text was opened with them."""
     spelled_texts: Sequence[bytes] = ()
+    """The bytes of each token that `append` was given to spell."""
     error: BatonError | None = None
 
 
@@ -394,14 +395,19 @@ class _Open:
 
 
 class OpenTexts:
-    """Operations on ids that are not open have no effect: the text ended, failed or was closed."""
+    """All open texts of one session, and their unsent news, one entry per text.
+
+    Operations on ids that are not open have no effect: the text ended, failed or was closed.
+    Memory is bounded: the number of texts by `max_texts`, and unsent text by the session, which
+    checks `unsent_bytes`.
+    """
 
     def __init__(self, vocabulary: Vocabulary, max_texts: int) -> None:
         self._vocabulary = vocabulary
         self._max_texts = max_texts
         self._open: dict[int, _Open] = {}
         self._changed: dict[int, None] = {}
-        """Open texts with news, in the order it came."""
+        """The ids of open texts with news, oldest news first."""
         self._failed: dict[int, BatonError] = {}
         self._unsent_bytes = 0
 
@@ -410,7 +416,7 @@ class OpenTexts:
 
     @property
     def unsent_bytes(self) -> int:
-        """What waits for `take`, about."""
+        """The estimated size of all that waits for `take`."""
         return self._unsent_bytes + _ERROR_BYTES * len(self._failed)
 
     @property
@@ -427,8 +433,8 @@ class OpenTexts:
         deadline: float = math.inf,
         span: Span = NO_SPAN,
     ) -> None:
-        """Begins a text; token_ids are its tokens so far. deadline: of the clock of `append`. span:
-        ends with the text."""
+        """Opens a text. token_ids: its tokens so far. deadline: on the clock of `append`'s now.
+        span: ended with the text."""
         try:
             if text_id in self._open:
                 raise InvalidArgument("is open already", field="text_id")
@@ -454,7 +460,8 @@ class OpenTexts:
         last_is_stop_token: bool = False,
         now: float = 0.0,
     ) -> None:
-        """More tokens of a text, and tokens to spell one by one. Too late, they end the text."""
+        """Adds tokens to a text. spell: further tokens whose bytes are returned one by one. After
+        the deadline, the text ends with DeadlineExceeded."""
         entry = self._open.get(text_id)
         if entry is None:
             return
@@ -475,11 +482,11 @@ class OpenTexts:
         self._note(text_id, made)
 
     def close(self, text_id: int) -> None:
-        """Forgets a text; no news of it is taken any more."""
+        """Discards a text and its news."""
         self._forget(text_id, Cancelled("closed"))
 
     def end(self) -> None:
-        """Forgets all texts."""
+        """Discards all texts."""
         for text_id in list(self._open):
             self.close(text_id)
 
@@ -494,12 +501,12 @@ class OpenTexts:
         self._failed.pop(text_id, None)
 
     def fail(self, text_id: int, error: BatonError) -> None:
-        """Ends a text, if it is open, and tells why."""
+        """Ends a text, if it is open, and queues the error as its news."""
         self._forget(text_id, error)
         self._failed[text_id] = error
 
     def take(self, max_characters: int) -> list[TextNews]:
-        """Errors, and up to about max_characters of text. Empty when there is no news."""
+        """All errors, and up to about max_characters of text. Empty when there is no news."""
         taken = [TextNews(text_id, error=error) for text_id, error in self._failed.items()]
         self._failed.clear()
         while self._changed and max_characters > 0:

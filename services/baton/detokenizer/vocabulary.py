@@ -1,14 +1,14 @@
 """The bytes that each token id adds to a text.
 
 Every decoder of the `tokenizers` library that language models use is local: a token adds the same
-bytes wherever it stands, but for the first token of a text, which may lose a leading space
+bytes at every position, except the first token of a text, which may lose a leading space
 (Metaspace, Strip, WordPiece). So a text is `first(ids[0])` followed by `middle(id)` of the others,
-and a UTF-8 decoder over these bytes gives what `Tokenizer.decode` gives. This is checked at load
+and a UTF-8 decoder over these bytes returns the same as `Tokenizer.decode`. This is checked at load
 on sampled ids; a tokenizer that breaks the rule (CTC, BPEDecoder) is refused.
 
 Where the bytes come from:
 
-    ByteLevel        the byte alphabet of GPT-2, a character a byte
+    ByteLevel        GPT-2's byte alphabet, one character per byte
     ByteFallback     `<0xHH>` is that byte
     anything else    `decode([anchor, id])` without the anchor's own text
 """
@@ -32,9 +32,9 @@ _CHECKED_LENGTH = 8
 
 
 class Vocabulary:
-    """Spells token ids. Ids without a token spell nothing, as in `Tokenizer.decode`.
+    """The bytes of each token id; none for an id without a token, as in `Tokenizer.decode`.
 
-    Raises InvalidArgument (field `model`) when the tokenizer's decoder is not local.
+    The constructor raises InvalidArgument (field `model`) when the decoder is not local.
     """
 
     def __init__(self, tokenizer: Tokenizer, named_special_tokens: frozenset[str] = frozenset()):
@@ -42,7 +42,7 @@ class Vocabulary:
         kinds = set(_decoder_kinds(tokenizer))
         self._byte_level = "ByteLevel" in kinds
         self.replaces_each_byte = "ByteFallback" in kinds
-        """Whether each byte that is no character becomes one U+FFFD, not each maximal run."""
+        """Whether each invalid byte becomes one U+FFFD, instead of each maximal run."""
         added = tokenizer.get_added_tokens_decoder()
         named = map(tokenizer.token_to_id, named_special_tokens)
         self._special = frozenset(
@@ -60,7 +60,7 @@ class Vocabulary:
         """Reads a model folder. Raises InvalidArgument naming `model`."""
         try:
             spec = json.loads((folder / "tokenizer.json").read_bytes())
-            # Decoding needs no merges, and they are a good part of a large tokenizer's memory.
+            # Decoding needs no merges, which take much of a large tokenizer's memory.
             if "merges" in spec["model"]:
                 spec["model"]["merges"] = []
             tokenizer = Tokenizer.from_str(json.dumps(spec))
@@ -74,7 +74,7 @@ class Vocabulary:
         return token_id in self._special
 
     def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """The tokens with these texts; those that do not exist are left out."""
+        """The ids of the tokens with these texts; texts that are no token are left out."""
         ids = map(self._tokenizer.token_to_id, texts)
         return frozenset(token_id for token_id in ids if token_id is not None)
 
@@ -82,7 +82,7 @@ class Vocabulary:
         return 0 <= token_id < self.size and self._tokenizer.id_to_token(token_id) is not None
 
     def middle(self, token_id: int) -> bytes:
-        """What the token adds to a text that has begun: its own bytes, for log-probabilities."""
+        """The bytes that a token adds after the first token of a text."""
         if not 0 <= token_id < self.size:
             return b""
         found = self._middle[token_id]
@@ -91,9 +91,9 @@ class Vocabulary:
         return found
 
     def first(self, token_id: int) -> bytes:
-        """What the token adds to an empty text."""
+        """The bytes of the first token of a text."""
         raw = self._raw_bytes(token_id)
-        # A byte of a longer character has no text of its own to strip anything from.
+        # A byte within a multi-byte character has no leading space to strip.
         if raw is not None and (self._byte_level or raw >= b"\x80"):
             return raw
         return self._decode([token_id]).encode()
@@ -106,7 +106,7 @@ class Vocabulary:
         return text.removeprefix(self._anchor_text).encode()
 
     def _raw_bytes(self, token_id: int) -> bytes | None:
-        """The token's bytes where its name spells them, else None."""
+        """The token's bytes if its name encodes them, otherwise None."""
         if not (self._byte_level or self.replaces_each_byte):
             return None
         token = self._tokenizer.id_to_token(token_id)
@@ -124,7 +124,7 @@ class Vocabulary:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _find_anchor(self) -> tuple[int, str]:
-        """A token with plain text, to stand before another one."""
+        """The id and text of a token of plain letters, to decode in front of another one."""
         for token_id in range(self.size):
             text = self._decode([token_id])
             if text.isascii() and text.isalnum() and token_id not in self._special:
@@ -149,7 +149,7 @@ class Vocabulary:
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
-    """The type names in the decoder's specification, nested ones included."""
+    """The type names in the decoder's specification, including nested ones."""
     if tokenizer.decoder is None:
         return
     waiting = [json.loads(tokenizer.decoder.__getstate__())]
@@ -160,8 +160,8 @@ def _decoder_kinds(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's bijection of bytes and printable characters: printable Latin-1 stands for itself, the
-    other bytes follow from U+0100 on, in order."""
+    """GPT-2's bijection of bytes and printable characters: printable Latin-1 maps to itself, the
+    other bytes map to U+0100 and following, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {

@@ -1,12 +1,4 @@
-"""GrammarBook, a worker's compiled grammars.
-
-Compiling happens on a thread of its own, beside steps, one after the other: llguidance lets other
-threads run meanwhile. A tokenizer has compiled each of them before, within its limits.
-
-Kept are as many as fit into memory. What a grammar takes lies in llguidance, which tells nobody:
-it is what the allocator has given out meanwhile, within what so much computing can have taken,
-since other threads take and give back memory, too. What its use adds, `Compiled` knows.
-"""
+"""GrammarBook, a worker's compiled grammars, and the matchers of its choices."""
 
 from __future__ import annotations
 
@@ -24,30 +16,29 @@ from baton.core.errors import InvalidArgument, Overloaded
 from baton.core.request.request import Grammar
 from baton.grammar.compiler import FIELD, compile_grammar, report
 
-# TokenMatcher, one choice's way through a compiled grammar.
-#
-# The matchers of a grammar share an automaton, which grows with whatever one of them meets first,
-# by up to 20 MB, and stays as long as the grammar. llguidance tells nobody how large it is, and
-# asking the allocator before each mask costs more than the mask where a heap has many holes. But
-# new states cost time: a mask that took long is computed once more, and by as much as that is
-# quicker, states were made. What is allocated in that time is an estimate on the safe side (0.1 to
-# 0.6 KB a microsecond were measured, beyond some that masks make too quickly to be seen). Where
-# many masks have been looked at, only some are, for all.
-
-
 SEEN_S = 50e-6
+"""Masks that take longer are computed twice, to measure the automaton's growth."""
 LOOKED_AT = 64
+"""How many such masks of a grammar are all measured."""
 THEN_ONE_OF = 8
+"""Afterwards one of so many is measured, and counts for all."""
 GROWN_BYTES_PER_S = 1e9
+"""An upper estimate: 0.1 to 0.6 KB per microsecond were measured."""
 MAX_GROWN_BYTES = 24 << 20
-"""An automaton has at most `LIMITS.max_lexer_states` states."""
+"""The most that an automaton grows: it has at most `LIMITS.max_lexer_states` states."""
 
 
 class TokenMatcher:
-    """Implements core's `Matcher`: what it is told of output makes its state, nothing else."""
+    """Implements core's `Matcher`. Its state depends only on the tokens that `allowed` receives.
+
+    The matchers of a grammar share an automaton, which grows by up to 20 MB and lives as long as
+    the grammar. llguidance does not report its size, and asking the allocator before each mask
+    costs more than the mask on a fragmented heap. But new states take time: a slow mask is computed
+    a second time, and the difference is the time that went into new states.
+    """
 
     def __init__(self, matcher: LLMatcher, grammar: Compiled) -> None:
-        """matcher: its own, at the start of the grammar."""
+        """matcher: a copy for this choice, at the start of the grammar."""
         self._matcher = matcher
         self._grammar = grammar
         self._num_taken = 0
@@ -82,8 +73,8 @@ class TokenMatcher:
 
 
 class Compiled:
-    """Implements core's `CompiledGrammar`. Its matchers share what they find out about the
-    grammar's lexemes. num_bytes: of it when it was compiled."""
+    """Implements core's `CompiledGrammar`. Its matchers share an automaton of the grammar's
+    lexemes. num_bytes: the grammar's size when it was compiled."""
 
     def __init__(self, matcher: LLMatcher, num_bytes: int = 0) -> None:
         self._matcher = matcher
@@ -93,11 +84,11 @@ class Compiled:
 
     @property
     def num_bytes(self) -> int:
-        """Of it and what its matchers have found out; nearly, for nobody can ask."""
+        """The estimated size of the grammar and its automaton."""
         return self._num_bytes + self._grown_bytes
 
     def weight_of_look(self) -> int:
-        """Of a mask that took long: how many such it stands for; 0 where it is not looked at."""
+        """For a slow mask: how many slow masks its measurement stands for; 0 to skip it."""
         self._num_long += 1
         if self._grown_bytes >= MAX_GROWN_BYTES:
             return 0
@@ -106,7 +97,7 @@ class Compiled:
         return 0 if self._num_long % THEN_ONE_OF else THEN_ONE_OF
 
     def grew(self, spent_s: float) -> None:
-        """CPU time was spent on finding out more."""
+        """Adds the automaton's growth in so much CPU time."""
         grown = self._grown_bytes + int(max(0.0, spent_s) * GROWN_BYTES_PER_S)
         self._grown_bytes = min(grown, MAX_GROWN_BYTES)
 
@@ -116,16 +107,22 @@ class Compiled:
 
 MAX_KEPT_BYTES = 128 << 20
 LEAST_BYTES = 1 << 16
-"""Of a compiled grammar; what an object of a few numbers and words takes."""
+"""The least size of a compiled grammar, that of an object with a few numbers and words."""
 COMPILED_BYTES_PER_S = 1e9
-"""At most: 0.2 GB a second of CPU time were measured."""
+"""An upper bound: 0.2 GB per second of CPU time were measured."""
 MAX_COMPILING = 64
 TIMEOUT_S = 20.0
 
 
 class GrammarBook:
-    """Lives on the event loop. tokenizer: None where the model's tokens are not known as text; then
-    every grammar is refused."""
+    """A worker's compiled grammars, as many as fit into max_bytes. Used on the event loop.
+
+    Grammars are compiled one after the other on a separate thread, beside steps: llguidance
+    releases the GIL. A tokenizer has compiled each of them before, within its limits.
+
+    tokenizer: None without a tokenizer in the model's folder; then every grammar is refused.
+    timeout_s: the longest wait for a compilation.
+    """
 
     def __init__(
         self,
@@ -138,15 +135,15 @@ class GrammarBook:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
-        """The first to be forgotten first."""
+        """In the order of eviction: the next one first."""
         self._compiling: dict[bytes, asyncio.Future[Compiled]] = {}
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     async def compiled(self, grammar: Grammar | None) -> Compiled | None:
         """The grammar, compiled now or before; None stays None.
 
-        Raises InvalidArgument naming `grammar`, and Overloaded when too many others are compiled
-        first.
+        Raises InvalidArgument naming `grammar`, and Overloaded when too many others wait or it
+        takes too long.
         """
         if grammar is None:
             return None
@@ -156,7 +153,7 @@ class GrammarBook:
         if digest in self._kept:
             self._kept.move_to_end(digest)
             found = self._kept[digest]
-            self._forget()  # for those that are used have grown
+            self._forget()  # because grammars grow with use
             return found
         task = self._compiling.get(digest)
         if task is None:
@@ -171,17 +168,18 @@ class GrammarBook:
 
     @property
     def num_bytes(self) -> int:
-        """Of those that are kept."""
+        """The estimated size of all kept grammars."""
         return sum(compiled.num_bytes for compiled in self._kept.values())
 
     def close(self) -> None:
-        """Compiles nothing more. What is being compiled ends with the process at the latest."""
+        """Cancels waiting compilations. A running one ends with the process at the latest."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begin(
         self, digest: bytes, compile_now: Callable[[], Compiled]
     ) -> asyncio.Future[Compiled]:
-        """Goes on when whoever asked first is gone: others may wait for it too."""
+        """Starts a compilation. It continues when its caller is cancelled: others may wait for
+        it."""
         task = asyncio.get_running_loop().run_in_executor(self._thread, compile_now)
         self._compiling[digest] = task
         task.add_done_callback(lambda done: self._ended(digest, done))
@@ -195,7 +193,7 @@ class GrammarBook:
         self._forget()
 
     def _forget(self) -> None:
-        """Until the rest fits. Whoever follows a forgotten one goes on with it."""
+        """Evicts until the rest fits. Matchers of an evicted grammar stay usable."""
         total = self.num_bytes
         while total > self._max_bytes:
             _, forgotten = self._kept.popitem(last=False)
@@ -203,6 +201,9 @@ class GrammarBook:
 
 
 def _measured(tokenizer: LLTokenizer, grammar: Grammar) -> Compiled:
+    """Compiles a grammar and estimates its size, which llguidance does not report: by the memory
+    allocated meanwhile, bounded by what the CPU time can have used, since other threads allocate
+    and free memory too."""
     before, began = _allocated(), thread_time()
     matcher = compile_grammar(tokenizer, grammar)
     most = LEAST_BYTES + int((thread_time() - began) * COMPILED_BYTES_PER_S)
@@ -223,16 +224,14 @@ class _MallInfo(ctypes.Structure):
 
 
 _mallinfo: Callable[[], _MallInfo] = _MallInfo
-with suppress(
-    AttributeError
-):  # another library has it not, nor glibc before 2021: the least counts
+with suppress(AttributeError):  # only glibc since 2021 has it; without it the least size counts
     _mallinfo2 = ctypes.CDLL(None).mallinfo2
     _mallinfo2.restype = _MallInfo
     _mallinfo = _mallinfo2
 
 
 def _allocated() -> int:
-    """Bytes that this process has from malloc, of all threads."""
+    """The bytes that all threads of this process have allocated with malloc."""
     info = _mallinfo()
     return int(info.uordblks + info.hblkhd)
 
