@@ -1,5 +1,6 @@
-"""The decode process: continues sequences, with KV collected from prefill or computed here.
+"""The decode process: continues sequences, with KV from a prefill worker or computed here.
 
-In: attempts, cancels and confirmed positions on a router's session; KV of other workers.
-Out: step frames of tokens for each router; KV of sequences that migrate to another decode worker.
+It takes attempts, cancels and confirmed positions on each router's session, and KV from other
+workers. It returns step frames of tokens to each router, and sends the KV of sequences that migrate
+to another decode worker.
 """

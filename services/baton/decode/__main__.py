@@ -27,7 +27,8 @@ def main() -> int:
 def serve(
     config: DecodeConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
 ) -> int:
-    """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
+    """Runs the worker until it is stopped. Returns the exit code. For the parameters see
+    `run_worker`."""
     policy = SchedulerPolicy(
         max_sequences=config.max_running,
         token_budget=config.max_running + config.step_tokens,

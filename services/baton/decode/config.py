@@ -1,4 +1,4 @@
-"""What a decode worker can be told besides what every worker can."""
+"""The options of a decode worker, besides those of every worker."""
 
 from __future__ import annotations
 

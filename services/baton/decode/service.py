@@ -1,15 +1,4 @@
-"""DecodeService, which runs attempts on the engine, with KV collected or computed here.
-
-An attempt lives from `start` until all its choices ended, failed or were cancelled. Until its input
-is with the scheduler for good (added, or collected and admitted) a task owns it; afterwards the
-scheduler does. Blocks are given back by the scheduler's `cancel`, which every early end goes
-through: the task is ended first, so that nothing is reserved or unpacked after it.
-
-A choice that migrates to another worker stays, held and silent, until its hand-over has ended. The
-engine holds a sequence: what it launched for it still counts, nothing more is launched. Then all
-its KV goes on offer at once, with its newest token, which has no KV yet. However that ends, the
-sequence is freed: packing that is queued comes before that, and later packing finds nothing.
-"""
+"""DecodeService, which runs attempts on the engine, with KV collected or computed here."""
 
 from __future__ import annotations
 
@@ -62,11 +51,11 @@ KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
 
 MAX_SESSIONS = 256
 STUCK_S = 30.0
-"""A router that takes nothing of what waits for it for so long is cut."""
+"""The session of a router that reads nothing for so long is dropped."""
 
 SWEEP_S = 0.25
 ROOM_POLL_S = 0.01
-"""Between two tries to reserve room that comes free with the steps in flight."""
+"""The interval between tries to reserve blocks that the steps in flight will free."""
 
 
 @dataclass(slots=True)
@@ -76,36 +65,49 @@ class DecodeAttempt:
     attempt: Attempt
     session: RouterSession
     source: TransferRequest | None
-    """Where its KV comes from, None when it is computed here."""
+    """The transfer of its KV; None when the KV is computed here."""
     max_unconfirmed: int
     choices: set[int]
-    """Those that have not ended."""
+    """The choices that have not ended."""
     span: Span
-    """As long as the attempt is here."""
+    """Lasts as long as the attempt."""
     part: Span
-    """Below it: first its KV is collected or computed, then its tokens are made."""
+    """A child of `span`: first for collecting or computing the KV, then for generating tokens."""
     began: float
-    """By the monotonic clock."""
+    """Seconds of the monotonic clock."""
     received_bytes: int = 0
-    """KV that the hand-over brought."""
+    """KV bytes that the hand-over transferred."""
     confirmed: dict[SequenceKey, int] = field(default_factory=dict)
-    """Positions that were confirmed before it ran."""
+    """Positions that were confirmed before the scheduler had the attempt."""
     starting: asyncio.Task[None] | None = None
-    """The task that owns it until the scheduler does."""
+    """The task that owns the attempt until the scheduler does."""
     migrations: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Tasks that give choices to other workers, by choice."""
+    """The tasks that migrate choices to other workers, by choice."""
 
     @property
     def trace_id(self) -> str:
         return self.span.context.trace_id
 
     def remaining(self) -> Attempt:
-        """The attempt with the choices that were not cancelled meanwhile."""
+        """The attempt with only the choices that have not ended."""
         choices = tuple(c for c in self.attempt.choices if c in self.choices)
         return replace(self.attempt, choices=choices)
 
 
 class DecodeService(AttemptService[DecodeAttempt]):
+    """Runs attempts for routers, and migrates sequences to other decode workers.
+
+    An attempt lasts from `start` until all its choices have ended, failed or were cancelled. A task
+    owns it until the scheduler has its input (added, or collected and admitted). Every early end
+    frees blocks through the scheduler's `cancel`, after the task has ended, so that nothing is
+    reserved or unpacked afterwards.
+
+    A choice that migrates is held until its hand-over has ended: tokens of steps in flight still
+    count, and no more steps are launched for it. Then all its KV is offered at once, with its
+    newest token, which has no KV yet. Afterwards the sequence is freed in any case: packing that is
+    queued runs before that, and later packing finds no sequence.
+    """
+
     role = "decode"
 
     def __init__(
@@ -119,12 +121,12 @@ class DecodeService(AttemptService[DecodeAttempt]):
         resume_window_s: float,
         tracer: Tracer = OFF,
     ) -> None:
-        """resume_window_s: how long a router's sequences outlive its stream."""
+        """resume_window_s: how long a router's sequences are kept after its stream broke."""
         super().__init__(
             engine, sender, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
         )
         self.sessions: dict[str, RouterSession] = {}
-        """By router instance id: those with a stream, or with one that broke a moment ago."""
+        """By router instance id; kept for resume_window_s after the stream broke."""
         self._receiver = receiver
         self._resume_window_s = resume_window_s
         self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
@@ -145,9 +147,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         return self._receiver.probing or super().probing
 
     def session(self, router_instance_id: str) -> RouterSession:
-        """The router's session, new or the one that a broken stream left behind.
+        """The router's session: the existing one, or a new one.
 
-        Raises Overloaded.
+        Raises Overloaded when there are MAX_SESSIONS.
         """
         session = self.sessions.get(router_instance_id)
         if session is None:
@@ -163,9 +165,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         source: TransferRequest | None,
         max_unconfirmed: int,
     ) -> None:
-        """Begins an attempt. Without a source its input is prefilled here.
+        """Begins an attempt. source: None to prefill the input here. Repeating it has no effect.
 
-        Whatever goes wrong is in the session's frames, never raised.
+        Errors are reported in the session's frames, never raised.
         """
         known = self.attempts.get(attempt.key)
         if known is not None and known.session is session:
@@ -184,7 +186,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         running.starting = self._spawn(self._start(running))
 
     def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
-        """Ends choices of an attempt (none named: all). Unknown and others' ones are no error."""
+        """Ends choices of an attempt; an empty `choices` means all. Unknown choices, and those of
+        other sessions, are not an error."""
         running = self.attempts.get(key)
         if running is None or running.session is not session:
             return
@@ -204,9 +207,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         handover_id: bytes,
         receiver_instance_id: str,
     ) -> None:
-        """Gives a running sequence to another decode worker, with its KV; or reports that it stays.
-
-        What is requested again while it leaves changes nothing.
+        """Migrates a running sequence to another decode worker, with its KV; or reports to the
+        session that it stays. Repeating the request during the migration has no effect.
         """
         running = self.attempts.get(AttemptKey(key.request_id, key.attempt))
         if (
@@ -223,7 +225,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
             )
 
     def confirm(self, session: RouterSession, positions: Mapping[SequenceKey, int]) -> None:
-        """Output positions below these hold no stop string. Unknown sequences are no error."""
+        """Confirms that output positions below these contain no stop string. Unknown sequences are
+        not an error."""
         for key, position in positions.items():
             running = self.attempts.get(AttemptKey(key.request_id, key.attempt))
             if running is None or running.session is not session:
@@ -231,13 +234,14 @@ class DecodeService(AttemptService[DecodeAttempt]):
             if running.starting is None:
                 self._confirm({key: position})
             else:
-                # Token 0 came from prefill, and is not with the scheduler yet.
+                # Token 0 came from prefill, and the scheduler does not have it yet.
                 running.confirmed[key] = position
 
     def resume(
         self, session: RouterSession, positions: Mapping[SequenceKey, int]
     ) -> list[SequenceKey]:
-        """Ties a router's new stream to what runs here; returns what is no longer here."""
+        """Continues a router's sequences on a new stream from its positions; returns the sequences
+        that are no longer here."""
         lost, dropped = session.resume(positions)
         for key in dropped:
             self.cancel(session, AttemptKey(key.request_id, key.attempt), (key.choice,))
@@ -282,9 +286,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         return not self.attempts and not any(s.has_news for s in self.sessions.values())
 
     async def _start(self, running: DecodeAttempt) -> None:
-        """Brings an attempt's input to the scheduler, with KV collected or to be computed here.
+        """Hands an attempt's input to the scheduler, with KV collected or to be computed here.
 
-        What it has reserved when it ends early is freed after this has ended.
+        If the attempt ends early, its reserved blocks are freed after this task has ended.
         """
         key = running.attempt.key
         try:
@@ -304,7 +308,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                         lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
                     )
                 except InvalidArgument:
-                    # The sender's fault, and not the client's.
+                    # The sender is at fault, not the client.
                     raise HandoverFailed("the tokens that came with the KV do not fit") from None
             running.starting = None
             self._confirm(running.confirmed)
@@ -318,13 +322,14 @@ class DecodeService(AttemptService[DecodeAttempt]):
     async def _collect(
         self, running: DecodeAttempt, source: TransferRequest, grammar: CompiledGrammar | None
     ) -> Collected:
-        """Raises HandoverFailed when it takes too long, and what `KvReceiver.collect` raises."""
+        """Collects the KV. Raises HandoverFailed after the timeout, and what `KvReceiver.collect`
+        raises."""
         key = running.attempt.key
         extents: Extents = ()
 
         async def reserve() -> int | None:
             nonlocal extents
-            # A choice that is cancelled later reaches the scheduler after this.
+            # A later cancel of a choice reaches the scheduler after this call.
             attempt, limit = running.remaining(), running.max_unconfirmed
 
             def take(loop: EngineLoop) -> tuple[int | None, Extents, bool]:
@@ -340,7 +345,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 await asyncio.sleep(ROOM_POLL_S)
 
         async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            # What is reserved stays in its place, and ours, until the receiver is done.
+            # The reserved blocks do not move, and belong to this attempt until the receiver ends.
             await self._engine.copy(
                 lambda runner: runner.unpack(extents, first_position, count, payload)
             )
@@ -348,7 +353,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         deadline_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
         timeout_s = min(deadline_s, self._handover_timeout_s)
         try:
-            # The transfer's own deadline does not cover the handshake with the sender.
+            # The transfer's own deadline does not include the handshake with the sender.
             async with asyncio.timeout(timeout_s):
                 return await self._receiver.collect(
                     replace(source, deadline_s=timeout_s), reserve, unpack
@@ -359,7 +364,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
     async def _migrate_out(
         self, running: DecodeAttempt, key: SequenceKey, handover_id: bytes, receiver: str
     ) -> None:
-        """Owns a choice from the request that it leaves until its hand-over has ended."""
+        """Owns a choice from the request to migrate it until its hand-over has ended."""
         session, whole = running.session, AttemptKey(key.request_id, key.attempt)
         error: BatonError | None = None
         try:
@@ -386,9 +391,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         self._note_drained()
 
     async def _hold(self, key: SequenceKey) -> Held | None:
-        """Stops a sequence; None when it cannot be held now, and goes on.
+        """Holds a sequence; returns None when it cannot be held now, and continues.
 
-        A token that is still awaited may end the sequence: then this waits until it is cancelled.
+        A token of a step in flight may end the sequence: then this waits until it is cancelled.
         """
         waiting: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
         self._holding[key] = waiting
@@ -402,10 +407,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
     async def _give(
         self, running: DecodeAttempt, held: Held, handover_id: bytes, receiver: str
     ) -> None:
-        """Offers the KV, reports that, and returns when it was collected.
+        """Offers the KV, reports that to the session, and returns when the receiver has collected
+        it.
 
-        Raises HandoverFailed when it was not, and what `KvSender.offer` raises. Cancelled, it takes
-        the offer back.
+        Raises HandoverFailed when that fails, and what `KvSender.offer` raises. Its cancellation
+        withdraws the offer.
         """
         key = held.key
 
@@ -434,12 +440,12 @@ class DecodeService(AttemptService[DecodeAttempt]):
             finally:
                 offer.fail(Cancelled("cancelled"))
             if outcome.error is not None:
-                # Out of time or refused: the hand-over is, not the request.
+                # A timeout or refusal of the hand-over is not one of the request.
                 raise as_handover_failure(outcome.error)
 
     def _confirm(self, positions: Mapping[SequenceKey, int]) -> None:
-        """Passes positions on to the engine. One call is under way at a time and carries all that
-        came meanwhile, so that however often routers confirm, the engine's queue is not filled."""
+        """Passes positions on to the engine. One call runs at a time; positions that arrive
+        meanwhile go into the next one, so that frequent confirms do not fill the engine's queue."""
         self._confirmed.update(positions)
         if self._confirmed and (self._confirming is None or self._confirming.done()):
             self._confirming = asyncio.create_task(self._pass_on_confirmed())
@@ -449,14 +455,14 @@ class DecodeService(AttemptService[DecodeAttempt]):
             for key, position in positions.items():
                 loop.scheduler.confirm(key, position)
 
-        # An engine that has stopped runs no sequence that could wait for this.
+        # A stopped engine runs no sequence that waits for this.
         with suppress(Unavailable):
             while self._confirmed:
                 positions, self._confirmed = self._confirmed, {}
                 await self._engine.call(confirm)
 
     async def _sweep(self) -> None:
-        """Frees what belongs to routers that are gone. Runs for ever."""
+        """Drops the sessions of routers that are gone or read nothing. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
@@ -510,7 +516,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         )
 
     def _failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
-        """choices: none means all."""
+        """Ends choices with an error; an empty `choices` means all."""
         running = self.attempts.get(key)
         if running is None:
             return
@@ -528,7 +534,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         running.span.end(error_type(error))
 
     def _end(self, running: DecodeAttempt, error: BatonError) -> None:
-        """Ends an attempt early: its task first, then its blocks, in this order."""
+        """Ends an attempt early: first its task, then its blocks."""
         key = running.attempt.key
         self._forget(running, error)
         task, running.starting = running.starting, None
@@ -543,7 +549,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
             task.add_done_callback(free)
 
     def _remove(self, running: DecodeAttempt, choices: Collection[int]) -> None:
-        """These choices are no more; nor is any task that was giving them to another worker."""
+        """Removes choices from an attempt, and cancels their migrations."""
         running.choices.difference_update(choices)
         for choice in choices:
             task = running.migrations.pop(choice, None)
@@ -551,11 +557,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 task.cancel()
 
     def _free(self, key: AttemptKey, *choices: int) -> None:
-        """Gives back what the engine has of these choices; none named: all."""
+        """Frees what the engine holds for these choices; without any: for all."""
         self._post(lambda loop: loop.scheduler.cancel(key, choices))
 
     def _drop(self, session: RouterSession, error: BatonError) -> None:
-        """Ends a router's attempts and forgets it."""
+        """Ends a router's attempts with an error, and removes its session."""
         self.sessions.pop(session.router_instance_id, None)
         for running in [r for r in self.attempts.values() if r.session is session]:
             self._failed(running.attempt.key, (), error)

@@ -1,4 +1,4 @@
-"""The gRPC face of decode: one Session stream per router."""
+"""The gRPC service of decode: one Session stream per router."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Context = grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse]
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Serves `baton.v1.Decode` of one instance id."""
+    """Serves `baton.v1.Decode`, and refuses sessions for another instance id."""
 
     def __init__(
         self, service: DecodeService, engine: EngineThread, identity: WorkerIdentity
@@ -100,8 +100,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         stream: SessionStream,
         requests: AsyncIterator[pb.SessionRequest],
     ) -> None:
-        """Returns when the stream ends. Raises InvalidArgument when it makes no sense as a whole;
-        what is wrong with one attempt ends that attempt only.
+        """Applies messages until the stream ends. Raises InvalidArgument for a violation of the
+        protocol; an error in one attempt ends only that attempt.
         """
         async for request in requests:
             if session.stream is not stream:
@@ -120,7 +120,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 case "hello":
                     raise InvalidArgument("only the first message is a hello", field="message")
                 case _:
-                    # A newer router may say more than we understand.
+                    # A newer router may send messages that this version does not know.
                     log.debug("a message of an unknown kind on a session")
 
     def _start(self, session: RouterSession, start: pb.StartSequence) -> None:

@@ -1,13 +1,4 @@
-"""RouterSession, what is not sent yet of one router's sequences, merged into step frames.
-
-A session belongs to a router's instance id and outlives its stream by the resume window. Tokens of
-a sequence are kept until the router lets go of it (cancel), or for the window after its end was
-sent, so that a new stream can go on from any position. What is not sent yet waits here, merged for
-each sequence: a slow stream makes larger frames, never a longer queue.
-
-Only the newest stream of a router takes frames. What an older one took and lost is sent again: the
-newer one begins with the positions up to which the router has tokens.
-"""
+"""RouterSession, the sequences of one router and their unsent tokens, merged into step frames."""
 
 from __future__ import annotations
 
@@ -24,27 +15,28 @@ from baton.rpc.convert import choice_tokens_to_proto, error_to_proto
 from baton.v1 import decode_pb2 as pb
 
 MAX_SCORED = 8
-"""Attempts with prompts' log-probabilities in one message: each may have megabytes of them. The
-others' tokens wait as well, because they come after."""
+"""The most attempts with prompt log probabilities in one frame: each may have megabytes of them.
+The tokens of further ones wait too, because they must come after."""
 
 
 @dataclass(slots=True)
 class SequenceLog:
-    """All tokens of one sequence that this worker made, and how many of them were sent."""
+    """All tokens of one sequence that this worker generated."""
 
     key: SequenceKey
     position: int
-    """Output position of the first one."""
+    """The output position of the first token."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     sent: int = 0
+    """How many of the tokens were sent."""
     end_sent_at: float | None = None
-    """When the end of the sequence was sent last."""
+    """When the end of the sequence was last sent, by the monotonic clock."""
     migrated_out: pb.SequenceHandedOver | None = None
-    """Set when it made its last token here and another worker is to go on with it; the log then
-    lives as long as the hand-over."""
+    """Set when the sequence generated its last token here and migrates to another worker; the log
+    is then kept as long as the hand-over."""
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -69,20 +61,29 @@ class SequenceLog:
 
 
 class SessionStream:
-    """One stream of a router; its identity decides which stream may send."""
+    """One stream of a router, compared by identity: only the newest one may send."""
 
 
 class RouterSession:
-    """One router instance id's sequences on this worker."""
+    """The sequences of one router instance id on this worker, and what is not sent of them.
+
+    A session outlives its stream by the resume window. A sequence's tokens are kept until the
+    router cancels it, or for the window after its end was sent, so that a new stream can continue
+    from any position. Unsent tokens are merged per sequence: a slow stream makes frames larger, and
+    no queue grows.
+
+    Only the newest stream takes frames. Frames lost by an older one are sent again: a new stream
+    begins with the positions up to which the router has tokens.
+    """
 
     def __init__(self, router_instance_id: str) -> None:
         self.router_instance_id = router_instance_id
         self.stream: SessionStream | None = None
         self.broken_at: float | None = None
-        """When its last stream ended, None while there is one. A reading of the monotonic clock."""
+        """When the last stream ended, by the monotonic clock; None while there is one."""
         self.busy_since: float | None = None
-        """When the newest stream took a frame that it is still writing, None while it waits for
-        more. A reading of the monotonic clock."""
+        """When the newest stream took the frame that it is still writing, by the monotonic clock;
+        None while it waits for a frame."""
         self._logs: dict[SequenceKey, SequenceLog] = {}
         self._dirty: dict[SequenceKey, None] = {}
         self._failures: list[pb.SequenceFailure] = []
@@ -96,27 +97,27 @@ class RouterSession:
 
     @property
     def has_news(self) -> bool:
-        """Whether something was not taken by a stream yet."""
+        """Whether anything waits for a frame."""
         return bool(self._dirty or self._failures or self._started or self._kept)
 
     def attach(self) -> SessionStream:
-        """A new stream, which takes the place of any older one."""
+        """A new stream, which replaces any older one."""
         self.stream, self.broken_at, self.busy_since = SessionStream(), None, None
         self._wake.set()
         return self.stream
 
     def detach(self, stream: SessionStream) -> None:
-        """A stream has ended."""
+        """Notes that a stream has ended."""
         if self.stream is stream:
             self.stream, self.broken_at, self.busy_since = None, time.monotonic(), None
 
     def cut(self) -> None:
-        """Lets no stream send any more."""
+        """Ends the current stream's right to send."""
         self.stream = None
         self._wake.set()
 
     def wake(self) -> None:
-        """Makes a stream that waits for a frame look at its state."""
+        """Wakes a stream that waits in `next_frame`."""
         self._wake.set()
 
     def open(self, keys: Iterable[SequenceKey], position: int) -> None:
@@ -132,7 +133,7 @@ class RouterSession:
         self._wake.set()
 
     def failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
-        """An attempt, or some choices of it, failed."""
+        """Queues the failure of choices of an attempt; without any: of all."""
         choices = tuple(choices)
         for choice in choices:
             self.forget(SequenceKey(key.request_id, choice, key.attempt))
@@ -147,13 +148,13 @@ class RouterSession:
         self._wake.set()
 
     def started(self, started: pb.SequenceStarted) -> None:
-        """The KV of an attempt is complete."""
+        """Queues the report that the KV of an attempt is complete."""
         self._started.append(started)
         self._wake.set()
 
     def migrated_out(self, key: SequenceKey, handover_id: bytes, position: int | None) -> None:
-        """A sequence's KV is on offer to another worker, behind all its tokens. position: how many
-        output tokens it has, or None when it stays here."""
+        """Queues the report, after all its tokens, that a sequence's KV is offered to another
+        worker. position: how many output tokens it has; None when it stays here."""
         made = pb.SequenceHandedOver(
             request_id=key.request_id,
             attempt=key.attempt,
@@ -176,11 +177,11 @@ class RouterSession:
     def resume(
         self, positions: Mapping[SequenceKey, int]
     ) -> tuple[list[SequenceKey], list[SequenceKey]]:
-        """Goes on from the router's positions over a new stream.
+        """Continues from the router's positions on a new stream.
 
-        Returns (lost, dropped): sequences the router wants that are not here, and sequences that
-        are here but the router no longer wants (the caller frees them). One that migrates ends with
-        its hand-over, which does not go through the router.
+        Returns (lost, dropped): sequences that the router named and that are not here, and
+        sequences that are here and that it did not name (the caller frees them). A migrating
+        sequence is never dropped: it ends with its hand-over, which does not involve the router.
         """
         lost = [key for key in positions if key not in self._logs]
         unwanted = self._logs.keys() - positions.keys()
@@ -195,7 +196,8 @@ class RouterSession:
         return lost, dropped
 
     def forget_ended(self, before: float) -> None:
-        """Drops the logs of sequences whose end was sent before a time, unless the stream broke."""
+        """Drops the logs of sequences whose end was sent before `before`, while a stream is
+        open."""
         if self.stream is None:
             return
         ended = [
@@ -207,8 +209,8 @@ class RouterSession:
             del self._logs[key]
 
     async def next_frame(self, stream: SessionStream, timeout_s: float) -> pb.StepFrame | None:
-        """All that is new, as soon as something is, without a step's number. None when there was
-        nothing for timeout_s, when the stream was replaced, and sometimes sooner.
+        """Waits for anything to send, and returns all of it, with `step` not set. Returns None
+        after timeout_s, when the stream was replaced, or on `wake`.
         """
         if self.stream is stream:
             self.busy_since = None
@@ -217,7 +219,7 @@ class RouterSession:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
                         await self._wake.wait()
-        # Checked after the wait: what a replaced stream took now would reach no router.
+        # Checked after the wait: a frame taken by a replaced stream would be lost.
         if self.stream is not stream or not self.has_news:
             return None
         self.busy_since = now = time.monotonic()

@@ -1,5 +1,5 @@
 """The prefill process: computes prompts, and keeps their KV until a decode worker has it.
 
-In: attempts of routers.
-Out: token 0 of every choice; KV for decode workers, chunk by chunk while the next one computes.
+It takes attempts from routers and returns token 0 of every choice. Decode workers fetch the KV
+chunk by chunk, while the next chunk is computed.
 """

@@ -20,7 +20,7 @@ BATCH_WINDOW_S = 0.002
 """Longest wait for a fuller batch, in seconds."""
 
 TURN_TOKENS = 512
-"""Prompt tokens of a tenant before it is another one's turn, times the tenant's weight."""
+"""The quantum of fair queueing: prompt tokens of a tenant per turn, times the tenant's weight."""
 
 
 def main() -> int:
@@ -30,7 +30,8 @@ def main() -> int:
 def serve(
     config: PrefillConfig, open_runner: OpenRunner = open_runner, faults: Faults = NO_FAULTS
 ) -> int:
-    """Runs the worker to its end. Returns the exit code. For the parameters see `run_worker`."""
+    """Runs the worker until it is stopped. Returns the exit code. For the parameters see
+    `run_worker`."""
     policy = replace(
         PREFILL,
         token_budget=config.step_tokens,

@@ -1,4 +1,4 @@
-"""What a prefill worker can be told besides what every worker can."""
+"""The options of a prefill worker, besides those of every worker."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""PrefillService, which computes attempts on the engine and offers their KV; and its gRPC face.
-
-An attempt lives from `run` until token 0 is answered *and*, when its KV is to be handed over, until
-the hand-over has ended. What ends it early goes through `_finish`, the one place that gives its
-blocks back.
-
-Prefill answers for tokens, decode for the hand-over: decode reports one that fails, and a prompt
-that is still being computed then goes on, because its tokens and its cached blocks are of use.
-"""
+"""PrefillService, which computes attempts and offers their KV; and its gRPC service."""
 
 from __future__ import annotations
 
@@ -56,14 +48,14 @@ MAX_CANCELLED_EARLY = 1024
 
 
 class LiveReceivers:
-    """Counts the decode workers that take KV from here."""
+    """Counts the decode workers that fetch KV from this worker."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, float] = OrderedDict()
-        """By instance id, when each was named last: readings of one clock, in seconds."""
+        """When each was last seen, by instance id, in seconds of the caller's clock."""
 
     def saw(self, instance_id: str, now: float) -> int:
-        """A decode worker will collect. Returns how many were named within the last minute."""
+        """Notes a decode worker; returns how many were seen within the last LIVE_S seconds."""
         self._seen[instance_id] = now
         self._seen.move_to_end(instance_id)
         while len(self._seen) > MAX_KNOWN or next(iter(self._seen.values())) < now - LIVE_S:
@@ -77,24 +69,33 @@ class PrefillAttempt:
 
     attempt: Attempt
     router: str
-    """The instance id that it came from."""
+    """The router's instance id."""
     first: asyncio.Future[FirstTokens]
-    """Resolves with token 0."""
+    """Resolves with token 0 of every choice."""
     span: Span
-    """Until token 0 is answered."""
+    """Lasts until token 0 is answered."""
     offer: PendingTransfer | None = None
-    """None when nothing is given (any more)."""
+    """The hand-over; None without one, or when it has ended."""
     extents: Extents = ()
-    """Where its KV lies."""
+    """The blocks of its KV."""
     packing: bool = False
-    """Whether some of it is being copied."""
+    """Whether some of its KV is being copied."""
     over: bool = False
-    """It has ended; its blocks are given back as soon as nothing is copied."""
+    """Whether it was ended early; its blocks are freed as soon as no copy runs."""
     counted: int = 0
-    """Positions that are in the metrics."""
+    """Positions that the metrics include."""
 
 
 class PrefillService(AttemptService[PrefillAttempt]):
+    """Computes the input of attempts and token 0 of every choice, and offers the KV.
+
+    An attempt lasts from `run` until token 0 is answered *and* its hand-over, if any, has ended.
+    Every early end goes through `_finish`, the only place that frees its blocks.
+
+    The decode worker reports a failed hand-over to the router. The prefill worker then still
+    computes the prompt, because its tokens and cached blocks remain useful.
+    """
+
     role = "prefill"
 
     def __init__(
@@ -111,7 +112,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         )
         self._receivers = LiveReceivers()
         self._cancelled_early: OrderedDict[AttemptKey, None] = OrderedDict()
-        """Attempts that were not here when they were cancelled: a cancel may overtake its run."""
+        """Attempts whose cancel arrived before their run: a cancel may overtake it."""
 
     @property
     def state(self) -> WorkerState:
@@ -123,10 +124,10 @@ class PrefillService(AttemptService[PrefillAttempt]):
     async def run(
         self, attempt: Attempt, handover_id: bytes, decode_instance_id: str, router: str = ""
     ) -> FirstTokens:
-        """Computes the input's KV and token 0 of every choice, for the router of an instance id.
+        """Computes the input's KV and token 0 of every choice. router: its instance id.
 
-        With a handover_id the KV then stays until it is collected or its deadline passes. Raises
-        Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
+        With a handover_id the KV is kept until the decode worker has it or its deadline passes.
+        Raises Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
         """
         if attempt.key in self._cancelled_early and not self._draining:
             raise Cancelled("cancelled before it came")
@@ -139,7 +140,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
             return await self._run(running, handover_id, decode_instance_id)
 
     def cancel(self, key: AttemptKey) -> None:
-        """Ends an attempt, computing or waiting to be collected. Unknown ones are no error."""
+        """Ends an attempt, even during its hand-over. An unknown attempt is not an error."""
         running = self.attempts.get(key)
         if running is not None:
             self._finish(running, Cancelled("cancelled"))
@@ -149,8 +150,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
             self._cancelled_early.popitem(last=False)
 
     def deliver(self, events: Sequence[Event]) -> None:
-        # If token 0 ends every choice, nothing is moved: the rest of the KV stays here until the
-        # router has the answer and calls both phases off.
+        # If token 0 ends every choice, no more KV is moved. The KV stays until the router has the
+        # answer and cancels both phases.
         over = {event.key for event in events if isinstance(event, FirstTokens) and _is_last(event)}
         for event in events:
             match event:
@@ -171,7 +172,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
-        """Those of which no decode worker has a part."""
+        """The attempts without a hand-over; the others count on their decode worker."""
         running = self.attempts.values()
         return ((one.router, one.attempt) for one in running if one.offer is None)
 
@@ -207,7 +208,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         return first
 
     def _take(self, running: PrefillAttempt, event: Event, offer: PendingTransfer | None) -> None:
-        """offer: where KV and tokens go; None when nothing is moved."""
+        """Applies an event. offer: the transfer for KV and tokens; None when nothing is moved."""
         match event:
             case Planned(_, extents):
                 running.extents = extents
@@ -276,7 +277,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         self._spawn(self._watch(running, offer))
 
     async def _watch(self, running: PrefillAttempt, offer: PendingTransfer) -> None:
-        """The KV is needed until the hand-over ends, however it ends."""
+        """Keeps the KV until the hand-over has ended, well or not, then releases it."""
         with ending(running.span.child(tracing.GIVE)) as giving:
             outcome = await offer.wait()
             giving.end(error_type(outcome.error))
@@ -286,14 +287,15 @@ class PrefillService(AttemptService[PrefillAttempt]):
         key = running.attempt.key
 
         def unpin(loop: EngineLoop) -> None:
-            # One that waits for its receiver's share of the pool does not count against it now.
+            # Granted first, so that an attempt that still waits for its receiver's share of the
+            # pool no longer waits for it.
             loop.scheduler.grant(key)
             loop.scheduler.release(key)
 
         self._post(unpin)
 
     def _finish(self, running: PrefillAttempt, error: BatonError) -> None:
-        """Ends an attempt early, wherever it stands. Without effect when it has ended."""
+        """Ends an attempt early, in any state. Without effect when it has ended."""
         if not self._forget(running):
             return
         if running.offer is not None:
@@ -309,7 +311,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         self._post(lambda loop: loop.scheduler.cancel(running.attempt.key))
 
     def _forget(self, running: PrefillAttempt) -> bool:
-        """Whether the attempt was still here."""
+        """Removes an attempt; returns whether it was present."""
         if self.attempts.get(running.attempt.key) is not running:
             return False
         del self.attempts[running.attempt.key]
@@ -318,12 +320,12 @@ class PrefillService(AttemptService[PrefillAttempt]):
 
 
 def _is_last(first: FirstTokens) -> bool:
-    """Whether no choice goes on after its first token."""
+    """Whether every choice ends with its first token."""
     return all(tokens.finish_reason is not None for tokens in first.tokens)
 
 
 def _trace(span: Span, first: FirstTokens) -> None:
-    """Adds to a trace what the time until token 0 went into."""
+    """Adds spans for queueing and computing, which end with token 0."""
     if not span.recording:
         return
     end = now()
@@ -334,7 +336,7 @@ def _trace(span: Span, first: FirstTokens) -> None:
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """Serves `baton.v1.Prefill` of one instance id."""
+    """Serves `baton.v1.Prefill`, and refuses calls for another instance id."""
 
     def __init__(self, service: PrefillService, instance_id: str) -> None:
         self._service = service

@@ -1,5 +1,5 @@
-"""What the prefill and decode processes share: their parts, life, options, reports and self-test.
+"""What the prefill and decode processes share: parts, lifecycle, options, reports and self-test.
 
-In: options, a scheduler's policy, a role's service.
-Out: a process that serves; load and cache events for routers, metrics, an exit code.
+The package takes options, a scheduler's policy and a role's service, and runs a process that
+serves. It reports load and cache events to routers, and metrics, and returns an exit code.
 """

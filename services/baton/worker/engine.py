@@ -1,4 +1,4 @@
-"""Opens the runner of a worker's options and reports how far loading has come.
+"""Opens the runner for a worker's options, and reports the progress of loading.
 
 torch is imported only when a torch runner is opened, after the thread policy is set.
 """
@@ -22,10 +22,10 @@ from baton.rpc.model_folder import tokenizer_digest
 from baton.worker.options import WorkerOptions
 
 Loading = Callable[[int, int], None]
-"""loading(bytes done, bytes in all)."""
+"""Called as loading(loaded bytes, total bytes)."""
 
 OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
-"""How a worker opens its runner, on the engine's thread; `open_runner` wherever it serves."""
+"""Opens a worker's runner, on the engine's thread. `open_runner` is the real one."""
 
 _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
@@ -34,13 +34,13 @@ _OPTION_NAMES = {
     "max_batch": "max_running",
     "max_step_tokens": "step_tokens",
 }
-"""How the operator calls what the engine's refusals name."""
+"""The worker's options by the engine's fields, for error messages."""
 
 
 def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: None) -> ModelRunner:
     """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason.
 
-    loading: called as well as the process's own report is made.
+    loading: called with the progress, besides the process's own report.
     """
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
@@ -52,7 +52,7 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
         from baton.engine.footprint import foresee
         from baton.engine.runner import TorchRunner
 
-        # What can never fit is refused before gigabytes are read.
+        # A model that cannot fit is refused before gigabytes are read.
         foresee(config)
         return TorchRunner.load(config, progress=_told(loading, _loading()))
     except InvalidArgument as error:
@@ -62,7 +62,7 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
 
 
 def _open_ranks(options: WorkerOptions, config: EngineConfig) -> ModelRunner:
-    """This process computes nothing itself, and loads no torch."""
+    """Opens the ranks as processes. This process computes nothing itself, and loads no torch."""
     size = options.tensor_parallel
     threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // size)
     ranks = RayRanks(size, threads, spin=bool(options.threads))
@@ -96,7 +96,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
 
 
 def is_exact(runner: ModelRunner) -> bool:
-    """Whether a runner's tokens do not depend on what runs beside them."""
+    """Whether a runner's tokens are independent of the rest of the batch."""
     return bool(getattr(runner, "exact", True))
 
 
@@ -109,8 +109,8 @@ def _told(*listeners: Loading) -> Loading:
 
 
 def _loading() -> Loading:
-    """Tells a supervisor by JSON lines on stdout, a person by a bar on stderr, and others nothing:
-    they have the log.
+    """Reports progress: to a supervisor as JSON lines on stdout, on a terminal as a bar on stderr,
+    otherwise only in the log.
     """
     if os.environ.get(PARENT_VARIABLE):
         return lambda done, total: print(

@@ -98,5 +98,5 @@ class WorkerOptions(ServingOptions):
 
     @property
     def queue_limit(self) -> QueueLimit:
-        """While two steps' worth of prompt tokens wait, more prompts are refused."""
+        """Refuses prompts while the prompt tokens of two steps wait, or max_waiting prompts."""
         return QueueLimit(2 * self.step_tokens, self.max_waiting)

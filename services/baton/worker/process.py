@@ -1,11 +1,13 @@
-"""Puts a prefill or decode worker together and runs it from start to exit.
+"""Assembles a prefill or decode worker and runs it from start to exit.
 
-It listens only when everything is there: a port that answers means a worker that works. Health and
-metrics alone answer while it loads. SIGTERM drains; an engine thread that died ends the process at
-once, because its memory is in an unknown state and a new process is the only clean one. A ring with
-too many orphaned buffers drains too, and ends with a code of its own. Orphaned transfers get what
-is left of the drain's time to end: UCX aborts a frozen peer that wakes up with our read before it
-and us gone. With one that does not end nothing is torn down: the process ends at once.
+The worker listens only when all its parts are ready; while it loads, only health and metrics
+answer. SIGTERM drains it. A dead engine thread ends the process at once, because its memory is in
+an unknown state. A staging pool with too many orphaned buffers drains the worker too, with a
+separate exit code.
+
+Orphaned transfers get the rest of the drain's time to end: if this process ended first, UCX would
+abort a frozen peer that wakes up with a read of this worker pending. If one does not end, the
+process exits without teardown.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from baton.worker.service import AttemptService
 
 
 def ucx_of(options: WorkerOptions) -> Ucx:
-    """What UCX may do in this worker. Raises InvalidArgument naming the option at fault."""
+    """The UCX settings of this worker. Raises InvalidArgument naming the invalid option."""
     if options.transport == "loopback":
         return Ucx()
     reached = [
@@ -77,10 +79,10 @@ def ucx_of(options: WorkerOptions) -> Ucx:
 
 
 def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
-    """The declared network; undeclared: this machine, as long as all of `hosts` are loopback.
+    """The declared network; for "auto", this machine, if all of `hosts` are loopback.
 
-    Raises InvalidArgument otherwise: hand-overs would run where anybody can read this process, or
-    fail one by one.
+    Raises InvalidArgument otherwise: hand-overs would use a network on which others can read this
+    process's memory, or would all fail.
     """
     if declared != "auto":
         return KvNetwork(declared)
@@ -96,14 +98,14 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
 
 
 def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
-    """Lets the ranks of a worker pack into buffers and unpack out of them where they lie."""
+    """Shares the staging buffers with a worker's ranks, which pack and unpack KV in place."""
     if isinstance(runner, RankedRunner):
         runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 
 
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
-    """What the worker follows grammars with. May take a second. A model without a tokenizer in its
-    folder follows none."""
+    """The worker's GrammarBook. May take a second. Without a tokenizer in the model's folder it
+    refuses all grammars."""
     folder = Path(options.model)
     if not (folder / "tokenizer.json").is_file():
         return GrammarBook(None)
@@ -125,14 +127,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """What a role's service is made of."""
+    """The parts from which a role's service is made."""
 
     engine: EngineThread
     runner: ModelRunner
     identity: WorkerIdentity
     staging: Staging
     stats: HandoverStats
-    """Of a prefill worker's sender, of a decode worker's receiver."""
+    """The statistics of a prefill worker's sender, or of a decode worker's receiver."""
     sender: KvSender
     channels: Channels
     grammars: GrammarBook
@@ -140,7 +142,7 @@ class WorkerParts:
 
 
 MakeService = Callable[[WorkerParts], tuple[AttemptService[Any], Service]]
-"""Makes a role's service and what serves it."""
+"""Makes a role's service and its gRPC service."""
 
 
 async def run_worker(
@@ -153,7 +155,7 @@ async def run_worker(
 ) -> int:
     """Runs the worker until it is stopped. Returns the exit code.
 
-    policy: of its scheduler. open_runner, faults: tests and experiments have their own, see
+    policy: the scheduler's. open_runner, faults: replaced by tests and experiments, see
     `baton.testing.worker`.
     """
     side = "sender" if role == "prefill" else "receiver"
@@ -164,21 +166,21 @@ async def run_worker(
     setup(role, options.log_level, options.log_json, instance_id=instance_id)
     service: AttemptService[Any] | None = None
     made: list[EngineLoop] = []
-    # Filled by the engine thread, emptied here: nothing else of the pool is shared.
+    # The engine thread appends and this thread removes; nothing else of the pool is shared.
     changes: deque[Change] = deque()
     cache = CacheLog(changes)
 
     def make_loop() -> EngineLoop:
         runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
-        # Where sequences stop after their first token nothing is preempted, so nothing is swapped.
+        # Sequences that stop after their first token are never preempted, so nothing is swapped.
         swap_blocks = (0, 0) if policy.first_token_only else runner.num_swap_blocks
         scheduler = Scheduler(pool, policy, runner.model, num_swap_blocks=swap_blocks)
         made.append(EngineLoop(runner, scheduler))
         return made[0]
 
     def deliver(events: list[Event]) -> None:
-        # Blocks are cached by steps, and a step that caches some has events.
+        # Only steps cache blocks, and each such step has events.
         cache.collect()
         if service is not None:
             service.deliver(events)
@@ -283,7 +285,7 @@ async def run_worker(
 
 
 def _settled(listen: str) -> str:
-    """With a free port in place of port 0: peers get the address before the server is made."""
+    """The address with a free port in place of port 0: peers need it before the server exists."""
     host, port = split(listen, "listen")
     if port:
         return listen
@@ -292,7 +294,7 @@ def _settled(listen: str) -> str:
 
 
 def _advertised(options: WorkerOptions) -> str:
-    """Where peers find this worker. Raises InvalidArgument when that cannot be known."""
+    """The address for peers. Raises InvalidArgument when it cannot be derived from `listen`."""
     host, _ = split(options.listen, "listen")
     if not options.advertise and host in ("0.0.0.0", "::"):
         raise InvalidArgument(
@@ -306,13 +308,13 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 async def _exhausted(staging: Staging) -> str:
-    """Returns when too much of the ring waits for transfers that nothing can stop."""
+    """Returns, with the reason, when too many buffers are orphaned."""
     await staging.ring.exhausted_event.wait()
     return "too many buffers are orphaned"
 
 
 def _fatal(engine: EngineThread, runner: ModelRunner) -> asyncio.Future[None]:
-    """Fails when the engine thread, or a rank, has died; the latter also while no step waits."""
+    """A future that fails when the engine thread or a rank dies, even while no step runs."""
     loop = asyncio.get_running_loop()
     fatal: asyncio.Future[None] = loop.create_future()
 
@@ -321,7 +323,7 @@ def _fatal(engine: EngineThread, runner: ModelRunner) -> asyncio.Future[None]:
             fatal.set_exception(error)
 
     def rank_died() -> None:
-        # A closed loop means that the process ends already.
+        # The loop is closed when the process is ending already.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(fail, Internal("a rank has died"))
 

@@ -1,4 +1,4 @@
-"""What a worker reports of itself to routers and metrics; decides nothing."""
+"""What a worker reports to routers and metrics."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _STEP_SEQUENCES = metrics.histogram(metrics.STEP_SEQUENCES)
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Reads the worker's parts; every reading is of this moment."""
+    """Reads load and metrics from the worker's parts."""
 
     engine: EngineThread
     staging: Staging
     stats: HandoverStats
     side: str
-    """sender or receiver."""
+    """The label `side` of hand-over metrics: sender or receiver."""
     num_blocks: int
     scheduler: Scheduler
-    """The engine thread's own; only counts of it, and its speed, are read here."""
+    """It belongs to the engine thread; only its counters and its speed are read here."""
     service: AttemptService[Any]
     self_test: KvSelfTest
 
@@ -59,7 +59,7 @@ class WorkerReport:
         )
 
     def export(self) -> None:
-        """Puts this worker's gauges and hand-over totals on /metrics."""
+        """Exports this worker's gauges and hand-over totals on /metrics."""
         metrics.gauge(metrics.BLOCKS, self._blocks)
         metrics.gauge(metrics.SWAP_BLOCKS, self._swap_blocks)
         metrics.gauge(metrics.BUFFERS, self._buffers)
@@ -76,7 +76,7 @@ class WorkerReport:
         metrics.totals(metrics.PROBES, self._probes)
 
     def export_aliases(self, model: str, block_size: int) -> None:
-        """Puts its load on /metrics under vLLM's names too."""
+        """Exports the load on /metrics under vLLM's names too."""
         config = (model, str(block_size), str(self.num_blocks))
         metrics.gauge(metrics.VLLM_RUNNING, lambda: {(model,): self.engine.load.running_sequences})
         metrics.gauge(metrics.VLLM_WAITING, lambda: {(model,): self.engine.load.waiting_sequences})
@@ -113,10 +113,10 @@ class WorkerReport:
         return {labels: number for labels, number in dict(self.stats.probes).items()}
 
     def _leaks(self) -> Gauge:
-        """What is held though no attempt is here: what stays so has leaked.
+        """What is held without any attempt, by kind: a value that stays above 0 is a leak.
 
-        Buffers orphaned are not counted: a transfer owns them. For a moment after the last attempt,
-        and after a probe, this may see what is just being freed.
+        Orphaned buffers are not counted: a transfer owns them. For a moment after the last attempt
+        or a probe, values may include what is being freed.
         """
         load, ring = self.engine.load, self.staging.ring
         held = {
@@ -135,14 +135,14 @@ def _by_kind(counts: Mapping[str, float]) -> Gauge:
 
 
 def count_step(plan: StepPlan, seconds: float) -> None:
-    """A step has run."""
+    """Adds a step to the metrics."""
     _STEP_TIME.observe(seconds)
     _STEP_TOKENS.observe(plan.num_tokens)
     _STEP_SEQUENCES.observe(len(plan.chunks))
 
 
 def export_handovers(side: str, stats: HandoverStats) -> None:
-    """Puts the totals of one side's hand-overs on /metrics."""
+    """Exports the totals of one side's hand-overs on /metrics."""
 
     def outcomes() -> Gauge:
         return {(side, outcome): n for outcome, n in dict(stats.outcomes).items()}
@@ -163,7 +163,7 @@ def describe(
     max_sequences: int,
     standby: bool = False,
 ) -> WorkerDescription:
-    """What a prefill or decode worker is."""
+    """The description of a prefill or decode worker for routers."""
     return WorkerDescription(
         identity=identity,
         model=runner.model,

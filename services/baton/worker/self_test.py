@@ -1,10 +1,4 @@
-"""KvSelfTest, whether this worker's own way for KV works: at start, and again while it is idle.
-
-The rule: a worker whose way does not work at start does not start. Later, two failed probes in a
-row make it not ready, and two good ones in a row make it ready again, probed once a second in
-between; a single failure changes nothing. Probes run only while there is no attempt here, and one
-at a time.
-"""
+"""KvSelfTest, which tests whether this worker can move KV: at start, and again while it is idle."""
 
 from __future__ import annotations
 
@@ -35,7 +29,12 @@ _FIRST_BLOCK = ((0, 1),)
 
 
 class KvSelfTest:
-    """Lives on the event loop."""
+    """Probes this worker's transports by moving a KV chunk to itself. Runs on the event loop.
+
+    A worker whose first probe fails does not start. Later, two failed probes in a row make it not
+    ready, and two good ones in a row make it ready again, probed once a second in between. Probes
+    run one at a time, and only while the worker has no attempt.
+    """
 
     def __init__(
         self,
@@ -46,7 +45,7 @@ class KvSelfTest:
         stats: HandoverStats,
         every_s: float,
     ) -> None:
-        """every_s: between two probes."""
+        """every_s: seconds between two probes while the worker is ready."""
         self._engine, self._staging, self._identity = engine, staging, identity
         self._layout, self._stats, self._every_s = runner.layout, stats, every_s
         self._positions = min(
@@ -62,15 +61,16 @@ class KvSelfTest:
         return self._verdict.good
 
     def limit(self, state: WorkerState) -> WorkerState:
-        """The state to report, when the service itself is in `state`."""
+        """The worker's state, given the service's: STARTING in place of SERVING while probes
+        fail."""
         serving = state is WorkerState.SERVING
         return state if self.fit or not serving else WorkerState.STARTING
 
     async def prove(self) -> None:
-        """Before anything is served: from the engine's memory into it, over every transport.
+        """Moves KV from the engine's memory to itself over every transport, before serving.
 
-        Uses the pool's first block, which has no owner yet. Raises Unavailable when no transport
-        works, or one does not that the options name.
+        It uses the pool's first block, which has no owner yet. Raises Unavailable when no transport
+        works, or when one fails that the options name.
         """
         for name in self._staging.names:
             try:
@@ -79,11 +79,12 @@ class KvSelfTest:
                 await self._staging.give_up(name, error.message)
 
     def watch(self, idle: Callable[[], bool], report: Callable[[bool], None]) -> None:
-        """Tests again and again. idle: no attempt is here. report: called when `fit` changes."""
+        """Starts periodic probes. idle: whether the worker has no attempt. report: called when
+        `fit` changes."""
         self._watching = asyncio.create_task(self._watch(idle, report))
 
     def stop(self) -> None:
-        """No more probes."""
+        """Stops periodic probes."""
         if self._watching is not None:
             self._watching.cancel()
 
@@ -103,7 +104,7 @@ class KvSelfTest:
                 report(self.fit)
 
     async def _look(self) -> str:
-        """What does not work, or ""."""
+        """Probes every transport; returns what does not work, or ""."""
         try:
             for name in self._staging.names:
                 await self._probe(name, through_engine=False)
@@ -150,7 +151,7 @@ class KvSelfTest:
 
 
 def _pattern(num_bytes: int) -> bytearray:
-    """Bytes that are harmless numbers, between 0.0001 and 2, in every dtype of KV."""
+    """Bytes that are numbers between 0.0001 and 2 in every dtype of KV."""
     drawn = hashlib.shake_128(b"baton self-probe").digest(num_bytes)
     return bytearray(0x38 | byte & 7 for byte in drawn)
 
@@ -164,13 +165,13 @@ async def probe_self(
     pack: Pack,
     unpack: Unpack,
 ) -> None:
-    """Moves one KV chunk from our own pool into our own pool, as if between two workers.
+    """Moves one KV chunk within this worker's staging pool, as if between two workers.
 
-    Packs, seals, reads over the transport `name`, verifies and unpacks num_positions: all that a
-    worker can prove before it has met another.
+    Packs, seals, reads over the transport `name`, verifies and unpacks num_positions: all that can
+    be tested without a peer.
 
-    pack and unpack raise BatonError when they find something wrong. Raises Unavailable saying what
-    does not work.
+    pack and unpack raise BatonError for a fault that they find. Raises Unavailable with what does
+    not work.
     """
     ring, reader = staging.ring, staging.readers[name]
     sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)

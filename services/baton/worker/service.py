@@ -1,8 +1,4 @@
-"""AttemptService, what the services of prefill and decode workers have in common.
-
-In: attempts from the wire, events from the engine thread. Out: answers, and KV on offer to other
-workers. What differs is what one role keeps of an attempt and when an attempt ends.
-"""
+"""AttemptService, the base of the services of prefill and decode workers."""
 
 from __future__ import annotations
 
@@ -29,16 +25,18 @@ CACHED = metrics.counter(metrics.CACHED_TOKENS)
 STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 
 DEFAULT_DEADLINE_S = 600.0
-"""Of an attempt that names none."""
+"""The deadline of an attempt without one."""
 
 MAX_ATTEMPTS = 4096
 
 AttemptT = TypeVar("AttemptT")
-"""What one role keeps of an attempt."""
+"""A role's state of one attempt."""
 
 
 class AttemptService(ABC, Generic[AttemptT]):
-    """Lives on the event loop, between the wire and the engine thread."""
+    """Runs attempts: takes them from the wire and events from the engine thread, returns answers,
+    and offers KV to other workers. Runs on the event loop. Roles differ in the state of an attempt
+    and in when it ends."""
 
     role: str
 
@@ -51,8 +49,8 @@ class AttemptService(ABC, Generic[AttemptT]):
         handover_timeout_s: float,
         tracer: Tracer,
     ) -> None:
-        """handover_timeout_s: for a whole hand-over, the prompt's queueing and computing included.
-        sender: gives KV to other workers; `close` closes it."""
+        """handover_timeout_s: the limit of a whole hand-over, with the prompt's queueing and
+        computing. sender: sends KV to other workers; `close` closes it."""
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self._engine = engine
         self._sender = sender
@@ -74,47 +72,47 @@ class AttemptService(ABC, Generic[AttemptT]):
 
     @property
     def holdings(self) -> dict[str, int]:
-        """What is held for attempts besides blocks and buffers, by kind; 0 when none is here."""
+        """What attempts hold besides blocks and buffers, by kind; all 0 without attempts."""
         return {**self._sender.holdings, "tasks": len(self._tasks)}
 
     @property
     def probing(self) -> bool:
-        """Whether a probe holds something of it."""
+        """Whether a peer's probe holds resources of this worker."""
         return self._sender.probing
 
     def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
-        """What tenants use here through other routers than this one."""
+        """The tenants' usage of this worker through all routers but this one."""
         return self._meter.others(router_instance_id, self._in_use())
 
     @abstractmethod
     def deliver(self, events: Sequence[Event]) -> None:
-        """Takes what one step made. Called on the event loop by the engine thread. Events of an
-        attempt, or a choice, that ended here meanwhile are dropped."""
+        """Takes the events of one step, on the event loop. Events of attempts or choices that have
+        ended meanwhile are dropped."""
 
     async def drain(self) -> None:
-        """Takes nothing new and returns when nothing is left that another process waits for."""
+        """Refuses new attempts, and returns when no other process waits for anything here."""
         self._draining = True
         self._note_drained()
         await self._drained.wait()
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends everything that is left and returns when none of its tasks runs."""
+        """Ends all attempts, and returns when all tasks have ended."""
 
     @abstractmethod
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
-        """The attempts to count for tenants, with the routers that they came from."""
+        """The attempts that count towards tenants' usage, with their routers' instance ids."""
 
     @abstractmethod
     def _is_empty(self) -> bool:
-        """Whether nothing is left that another process waits for."""
+        """Whether no other process waits for anything here."""
 
     def _note_drained(self) -> None:
         if self._draining and self._is_empty():
             self._drained.set()
 
     def _refusal(self, key: AttemptKey) -> BatonError | None:
-        """Why an attempt is not taken on now."""
+        """The error for an attempt that cannot be accepted now; None to accept it."""
         if self._draining:
             return Unavailable(f"this {self.role} worker is draining")
         if key in self.attempts:
@@ -132,6 +130,6 @@ class AttemptService(ABC, Generic[AttemptT]):
         return task
 
     def _post(self, function: Callable[[EngineLoop], object]) -> None:
-        # An engine that has stopped has nothing left to free.
+        # A stopped engine has nothing to free.
         with suppress(Unavailable):
             self._engine.post(function)
