@@ -1,4 +1,4 @@
-"""What a router can be told."""
+"""The configuration of the router process."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class RouterConfig(ProcessOptions):
     log_json: bool = option(False, "log JSON lines")
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgument for what would let strangers in by oversight."""
+        """Raises InvalidArgument for settings that would expose the router by mistake."""
         ProcessOptions.__post_init__(self)
         if self.vllm_tokenizer and not self.vllm_engine:
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
@@ -204,7 +204,7 @@ class RouterConfig(ProcessOptions):
 
     @property
     def places(self) -> dict[str, tuple[str, ...]]:
-        """Role to what its option says of where its processes are."""
+        """Returns the addresses of each role, as its option gives them."""
         return {
             "tokenizer": self.tokenizers,
             "prefill": self.prefills,
@@ -219,17 +219,17 @@ class RouterConfig(ProcessOptions):
 
     @property
     def num_remembered(self) -> int:
-        """Requests that are over and can still be explained. What is explained tells more than
-        timings do."""
+        """Number of finished requests that are kept for explanation; 0 when timings are disabled,
+        because an explanation reveals more than timings."""
         return self.request_history if self.timings else 0
 
     @property
     def faces(self) -> dict[str, str]:
-        """Where clients reach this router, by option."""
+        """The addresses where clients reach this router, by option."""
         return {"http_listen": self.http_listen, "grpc_listen": self.grpc_listen}
 
     def public_certificates(self) -> Certificates | None:
-        """None: clients are answered in plain text. Raises InvalidArgument."""
+        """Returns None when clients connect in plain text. Raises InvalidArgument."""
         if not self.public_tls_cert:
             return None
         return Certificates(

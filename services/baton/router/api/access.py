@@ -1,6 +1,6 @@
-"""Who may call: keys, and the public addresses that need them.
+"""Authentication: API keys, and which public addresses require them.
 
-Nothing that a caller shows is logged or repeated in an answer.
+Credentials that a caller sends are neither logged nor repeated in an answer.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ _SCHEME = "bearer"
 
 
 class Authenticator(Protocol):
-    """Finds out who makes a call."""
+    """Authenticates calls."""
 
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
-        """authorization: every value of the call's header of that name.
-
-        Raises Unauthenticated.
-        """
+        """Returns the tenant of a call. authorization: all values of its `authorization` header.
+        Raises Unauthenticated."""
 
     async def run(self) -> None:
         """Follows changes of the keys until cancelled."""
 
 
 def at_address(tenant: Tenant, host: str) -> Tenant:
-    """A tenant without a name is its address, so that limits apply to each address. Of IPv6 the
-    network counts alone, since a client has all the addresses of its network."""
+    """Gives a tenant without a name its caller's address, so that limits apply per address. Of an
+    IPv6 address only the network counts, because a client has all addresses of its network."""
     if tenant.name or not host:
         return tenant
     if ":" in host:
@@ -51,17 +49,17 @@ def at_address(tenant: Tenant, host: str) -> Tenant:
             known = ipaddress.IPv6Address(host)
         except ValueError:
             return tenant
-        # A socket for both kinds shows addresses of IPv4 in this form.
+        # A dual-stack socket reports IPv4 addresses in this form.
         mapped = known.ipv4_mapped
         host = str(mapped or ipaddress.IPv6Network((known.packed[:8] + bytes(8), 64)))
     return replace(tenant, address=host)
 
 
 class OpenAuthenticator:
-    """Requires no key. public: other machines reach the router, so a caller does not count as its
-    owner."""
+    """Requires no key."""
 
     def __init__(self, *, public: bool = False) -> None:
+        """public: other machines can reach the router, so a caller does not count as its owner."""
         self._caller = ANYONE if public else OWNER
 
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
@@ -72,13 +70,13 @@ class OpenAuthenticator:
 
 
 class KeyAuthenticator:
-    """Requires a key of a file, and follows the file's changes while `run` runs.
+    """Requires a key from a file, and follows the file's changes while `run` runs.
 
-    A file that cannot be used changes nothing: the keys stay those of the last usable one.
+    An invalid file changes nothing: the keys of the last valid one stay in use.
     """
 
     def __init__(self, path: str, registry: CollectorRegistry = REGISTRY) -> None:
-        """Raises InvalidArgument naming the option `keys` when the file cannot be used."""
+        """Raises InvalidArgument naming the option `keys` when the file is invalid."""
         self._path = Path(path)
         self._stale = False
         self._seen = signature([self._path])
@@ -97,7 +95,7 @@ class KeyAuthenticator:
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
         if not authorization:
             raise Unauthenticated("Show an API key: Authorization: Bearer KEY.")
-        # A proxy in front may read two headers differently.
+        # A proxy in front may interpret two headers differently.
         scheme, _, key = authorization[0].partition(" ")
         if len(authorization) > 1 or scheme.lower() != _SCHEME:
             raise Unauthenticated("The Authorization header must be one: Bearer KEY.")
@@ -107,7 +105,7 @@ class KeyAuthenticator:
         return tenant
 
     async def run(self) -> None:
-        """Looks at the file every second until cancelled."""
+        """Checks the file every second until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
@@ -130,7 +128,7 @@ class KeyAuthenticator:
                     "the file of API keys cannot be used, the former keys stay: %s %s",
                     error.field, error.message,
                 )  # fmt: skip
-            # It may be half written: the next look reads it again.
+            # The file may be half written; the next look reads it again.
             self._stale = True
             return
         self._index, self._seen, self._stale = index, found, False
@@ -152,7 +150,8 @@ def _read(path: Path) -> KeyBook:
 
 
 def check_exposure(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> None:
-    """faces: "host:port" by option. Raises InvalidArgument naming the option at fault."""
+    """Raises InvalidArgument naming the option that would expose the router without authentication.
+    faces: "host:port" by option."""
     if keys and allow_anonymous:
         raise InvalidArgument("contradicts keys: say only one of them", field="allow_anonymous")
     for name, host in _public(faces):
@@ -168,7 +167,7 @@ def check_exposure(faces: Mapping[str, str], *, keys: bool, allow_anonymous: boo
 def exposure_warnings(
     faces: Mapping[str, str], *, keys: bool, tls: bool, tls_terminated: bool
 ) -> Iterator[str]:
-    """What the operator should know of a configuration that passed `check_exposure`."""
+    """Yields warnings for the operator about a configuration that passed `check_exposure`."""
     if not keys:
         for name, host in _public(faces):
             yield f"{name}: anybody who reaches {host} is answered (allow_anonymous)" + (

@@ -1,6 +1,5 @@
-"""What the APIs share in translating: structured output to a Grammar, and failures back into the
-names of fields that their clients use.
-"""
+"""Translation that the APIs share: structured output to a Grammar, and errors back to the client's
+field names."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_CHOICES = 1024
 
 _PREDICATES = ("must ", "cannot be ", "takes ")
-"""How a message begins that describes its field without naming it."""
+"""Beginnings of messages that describe their field without naming it."""
 
 
 def lark_or_gbnf(text: str) -> Grammar:
-    """Only rules of GBNF have "::="."""
+    """Parses text as GBNF when it contains "::=", which only GBNF rules have, otherwise as Lark."""
     return Grammar(GrammarKind.GBNF if "::=" in text else GrammarKind.LARK, text)
 
 
 def choice(texts: Sequence[str], field: str) -> Grammar:
-    """One of several texts. Raises InvalidArgument naming the field."""
+    """Returns a grammar of one of several texts. Raises InvalidArgument naming the field."""
     if not texts:
         raise InvalidArgument(f"{field} must have at least one text", field=field)
     if len(texts) > MAX_CHOICES:
@@ -33,13 +32,13 @@ def choice(texts: Sequence[str], field: str) -> Grammar:
 
 
 def _literal(character: str) -> str:
-    """A regular expression that matches just this character."""
+    """Returns a regular expression that matches this character."""
     plain = character.isascii() and character.isalnum()
     return character if plain else rf"\x{{{ord(character):X}}}"
 
 
 def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
-    """The same failure with the client's name of the field, in its message, too.
+    """Returns the error with the client's name of the field, also in its message.
 
     names: core's field names to the client's, where they differ.
     """

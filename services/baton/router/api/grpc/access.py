@@ -1,11 +1,11 @@
-"""Who makes a gRPC call, and how long the caller waits.
+"""Authenticates gRPC calls and determines their deadlines.
 
-Every call needs a key before anything of it is read, except calls of health: also reflection, and
-methods that do not exist.
+Every call is authenticated before its message is read, including calls of reflection and of unknown
+methods; only health checks need no key.
 
 A browser speaks HTTP/2 only over TLS, and some browsers then send `te: trailers` by themselves,
-which is all that gRPC requires of a call: its server takes a call of any content type. So a router
-without keys refuses calls with an Origin header, in which browsers name the page that sends.
+which is all that gRPC requires of a call: its server accepts any content type. So a router without
+keys refuses calls with an Origin header, in which browsers name the calling page.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from baton.router.api.access import Authenticator, at_address
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 OPEN = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
-"""What may be called without a key."""
+"""Methods that need no key."""
 
 _CALLER: ContextVar[Tenant] = ContextVar("caller")
 """Not set in calls of OPEN."""
 
 
 def caller(context: grpc.aio.ServicerContext[Any, Any]) -> Tenant:
-    """Who made the call that is being answered. LookupError in one of OPEN."""
+    """Returns the caller of the current call. Raises LookupError in a method of OPEN."""
     tenant = _CALLER.get()
     if tenant.name:
         return tenant
-    # As "ipv4:127.0.0.1:5000", "ipv6:%5B::1%5D:5000".
+    # The format is "ipv4:127.0.0.1:5000" or "ipv6:%5B::1%5D:5000".
     host = unquote(context.peer()).partition(":")[2].rpartition(":")[0]
     return at_address(tenant, host.strip("[]"))
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Comes after the ErrorInterceptor, which words the refusals. web_pages: what browsers send
-    for pages is answered, too."""
+    """Authenticates every call. It comes after the ErrorInterceptor, which formats its errors."""
 
     def __init__(self, authenticator: Authenticator, *, web_pages: bool = False) -> None:
+        """web_pages: accepts calls that browsers make for web pages."""
         self._authenticator = authenticator
         self._web_pages = web_pages
 
@@ -77,18 +77,20 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler for a method of whatever kind: this one waits for no message."""
+    """Returns a handler that raises the error. It fits methods of any kind, because it reads no
+    message."""
 
     async def refuse(_: AsyncIterator[bytes], __: Any) -> None:
         raise error
 
-    # The stubs describe the handlers of gRPC's other server, the one with threads.
+    # The type stubs describe the handlers of gRPC's synchronous server.
     handler: Any = refuse
     return grpc.stream_stream_rpc_method_handler(handler)
 
 
 def deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Time left for the call, or None; no more than a request may name. Raises DeadlineExceeded."""
+    """Returns the seconds left for the call, at most what a request may set; None without a
+    deadline. Raises DeadlineExceeded."""
     remaining_s = context.time_remaining()
     if remaining_s is None:
         return None

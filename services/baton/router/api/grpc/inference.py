@@ -50,14 +50,15 @@ SERVICE = "baton.v1.Inference"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """A request ends when its call ends: by the client, the deadline or the write timeout."""
+    """Serves Inference. A request ends when its call ends: by the client, the deadline or the write
+    timeout."""
 
     def __init__(self, pipeline: Pipeline, *, stall_timeout_s: float) -> None:
         self._pipeline = pipeline
         self._stall_timeout_s = stall_timeout_s
 
     def service(self) -> Service:
-        """For a ProcessServer."""
+        """Returns the service for a ProcessServer."""
         return Service(
             SERVICE, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         )
@@ -92,7 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[RequestMessage, ResponseMessage],
     ) -> None:
         tenant = caller(context)
-        # The message is in memory already: the room is for its encoding.
+        # The message is in memory already; the reserved room is for its encoding.
         holding = self._pipeline.receive(tenant, message.ByteSize())
         try:
             self._pipeline.turn_away(tenant, message.options.priority)
@@ -123,7 +124,7 @@ _FIELDS = {
     **{name: f"options.stop.{name}" for name in types_pb2.StopParams.DESCRIPTOR.fields_by_name},
     "grammar": "options.structured_output",
 }
-"""Names of core's request fields to those of these messages, where they differ."""
+"""Core's request field names to those of these messages, where they differ."""
 
 _TOOL_USES = {
     pb.ToolChoice.USE_UNSPECIFIED: ToolUse.AUTO,
@@ -134,8 +135,8 @@ _TOOL_USES = {
 
 
 def in_client_words(error: BatonError) -> BatonError:
-    """The same failure, with the field named as these messages name it, and a hint when to try
-    again where that may help."""
+    """Returns the error with the field named as in these messages, and a time to retry where that
+    may help."""
     hinted = with_hint(error)
     worded = from_reason(
         hinted.reason,
@@ -160,7 +161,7 @@ def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -
 
 
 def chat_from_proto(message: pb.ChatRequest, deadline_s: float | None) -> Request:
-    """Raises InvalidArgument for a use of tools that this version does not know."""
+    """Raises InvalidArgument for a tool choice that this version does not support."""
     prompt = ChatPrompt(
         messages_from_proto(message.messages),
         tools=tools_from_proto(message.tools),
@@ -214,7 +215,7 @@ def _grammar(form: pb.StructuredOutput) -> Grammar | None:
 
 
 def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
-    """Fills an empty message, in its place: there is one for every token."""
+    """Fills an empty message in place, because this runs for every token."""
     match event:
         case Delta():
             _put_delta(event, message.delta, return_token_ids)

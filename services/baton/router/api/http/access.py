@@ -1,4 +1,4 @@
-"""Checks the Host and the key of every HTTP request, before it is routed."""
+"""Checks the Host and the key of every HTTP request before it is routed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from baton.rpc.address import AllowedHosts
 from baton.rpc.metrics import UNAUTHENTICATED, counter
 
 READY = frozenset({"/health", "/ping"})
-"""Paths that show only whether this router is ready. Load balancers use any Host."""
+"""Paths that show only whether this router is ready. Load balancers use any Host for them."""
 OPEN = READY | {"/docs", "/openapi.json"}
-"""Paths that need no key: these, and those whose content is the same on every router."""
+"""Paths that need no key: readiness, and documents that are the same on every router."""
 METRICS = "/metrics"
 _TENANT = "baton.tenant"
 _METHODS = ("GET", "HEAD")
 
-# Made anew for each request: an exception that is raised again keeps the frames of all before it.
+# Created per request: an exception that is raised again accumulates traceback frames.
 
 
 def host_not_allowed() -> HttpError:
@@ -45,7 +45,7 @@ def operator_key_required() -> HttpError:
 
 
 class HttpAccess:
-    """Decides whether a request may go on, and who its caller is."""
+    """Decides whether a request may continue, and determines its caller."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class HttpAccess:
         hosts: AllowedHosts | None = None,
         token: str = "",
     ) -> None:
-        """open_metrics: /metrics needs no key. pages: more paths that need none. hosts: the names
-        under which requests are answered; None: any name, as they need keys. token: in place of a
-        key it gives access to /metrics."""
+        """open_metrics: /metrics needs no key. pages: additional paths without a key. hosts: the
+        host names that are answered; None: any, because requests need keys. token: grants access to
+        /metrics in place of a key."""
         self._authenticator = authenticator
         self._open_metrics = open_metrics
         self._open = OPEN | set(pages)
@@ -79,7 +79,7 @@ class HttpAccess:
             scope[_TENANT] = at_address(tenant, (scope.get("client") or ("",))[0])
 
     def _tenant(self, scope: Scope, path: str) -> Tenant | None:
-        """None for a reader of open metrics without an operator's key. Raises HttpError or
+        """Returns None for a reader of open metrics without an operator's key. Raises HttpError or
         Unauthenticated."""
         shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
         open_metrics = path == METRICS and (
@@ -100,13 +100,14 @@ class HttpAccess:
 
 
 def caller(scope: Scope) -> Tenant:
-    """Who sends a request that passed `check`. Raises KeyError for one that needed no key."""
+    """Returns the caller of a request that passed `check`. Raises KeyError for a request that
+    needed no key."""
     found: Tenant = scope[_TENANT]
     return found
 
 
 def is_known(scope: Scope) -> bool:
-    """Whether there is a `caller`."""
+    """Whether the request has a `caller`."""
     return _TENANT in scope
 
 

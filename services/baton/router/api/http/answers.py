@@ -1,4 +1,4 @@
-"""How the answers of one call are written: as documents and as chunks, of chats and of texts."""
+"""Builds the answers of one call, as documents and as chunks, for chats and text completions."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ FINISH_REASONS = {
 }
 
 _LOWEST = -9999.0
-"""What OpenAI and vLLM send for "never", as JSON has no minus infinity."""
+"""The value that OpenAI and vLLM send for minus infinity, which JSON does not have."""
 
 
 class AnswerWriter(ABC):
-    """Writes the events of one call as JSON, and adds up what they cost.
+    """Builds JSON from the events of one call, and counts its usage.
 
-    Prompts count from 0 in the order of the call.
+    Prompts are numbered from 0 in the order of the call.
     """
 
     id_prefix: ClassVar[str]
@@ -54,34 +54,35 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def opening(self, prompt: int) -> list[Json]:
-        """Chunks that go before the prompt's first delta."""
+        """Returns the chunks that precede the prompt's first delta."""
 
     @abstractmethod
     def chunks(self, prompt: int, delta: Delta) -> list[Json]:
-        """Chunks with what is new; none where the client wants nothing of it."""
+        """Returns the chunks of a delta; none when the client wants nothing of it."""
 
     @abstractmethod
     def document(self, whole: Sequence[Sequence[Delta]]) -> Json:
-        """The answer at once, from one Delta for each choice: whole[prompt][choice]."""
+        """Returns the whole answer, from one Delta per choice: whole[prompt][choice]."""
 
     @abstractmethod
     def timings(self) -> Json:
-        """What a client gets that wants timings; empty where the operator does not give them."""
+        """Returns the timings for a client that requests them; empty when the operator disables
+        them."""
 
     def count(self, prompt: int, event: Event) -> None:
-        """Adds an event to the usage."""
+        """Counts an event in the usage."""
         if isinstance(event, Delta):
             self._sampled += len(event.token_ids)
         elif isinstance(event, Finished):
             self._finished[prompt] = event
 
     def chunk(self, choices: list[Json]) -> Json:
-        """One chunk, before it has the usage."""
+        """Returns one chunk without its usage."""
         return self._envelope(self.chunk_object, choices)
 
     def with_usage(self, chunks: list[Json]) -> list[Json]:
-        """Chunks with the usage that the client wants in each. It is null but in the last one,
-        unless the client wants it continuously."""
+        """Adds the usage that the client wants to each chunk: null except in the last one, or the
+        usage so far if the client wants it continuously."""
         if self._call.continuous_usage:
             return [chunk | {"usage": self._usage(self._sampled)} for chunk in chunks]
         if self._call.include_usage:
@@ -89,14 +90,15 @@ class AnswerWriter(ABC):
         return chunks
 
     def last_chunk(self, *, with_timings: bool) -> list[Json]:
-        """The chunk without choices that ends a stream, where the client wants one."""
+        """Returns the chunk without choices that ends a stream, if the client wants one."""
         last: Json = {"usage": self._total_usage()} if self._call.include_usage else {}
         if with_timings:
             last |= self.timings()
         return [self.chunk([]) | last] if last else []
 
     def timing_headers(self) -> list[Header]:
-        """`Server-Timing`, which browsers show: milliseconds, of a call with one prompt only."""
+        """Returns a `Server-Timing` header, which browsers display, in milliseconds; only for a
+        call with one prompt."""
         times = [finished.stages for finished in self._finished.values()]
         if len(times) != 1 or times[0] is None:
             return []
@@ -122,7 +124,7 @@ class AnswerWriter(ABC):
         }
 
     def _total_usage(self) -> Json:
-        """When all prompts have finished."""
+        """Returns the usage of all prompts, which have finished."""
         ends = self._finished.values()
         cached, reasoning = (
             sum(end.cached_tokens for end in ends),
@@ -134,7 +136,7 @@ class AnswerWriter(ABC):
         }
 
     def _timings(self) -> list[Json]:
-        """One entry for each prompt, or none."""
+        """Returns one entry per prompt, or none."""
         finished = [end.stages for _, end in sorted(self._finished.items())]
         return [_timings(times) for times in finished if times is not None]
 
@@ -142,7 +144,8 @@ class AnswerWriter(ABC):
         return prompt * self._call.n + choice
 
     def _ending(self, delta: Delta) -> Json:
-        """finish_reason is null before the end; stop_reason is vLLM's, null for the model's end."""
+        """Returns finish_reason, which is null before the end, and vLLM's stop_reason, which is
+        null when the model ends the answer."""
         reason = FINISH_REASONS[delta.finish_reason] if delta.finish_reason else None
         stop: str | int | None = delta.stop_string
         if stop is None and delta.stop_token_id in self._call.requests[0].stop_token_ids:
@@ -150,7 +153,7 @@ class AnswerWriter(ABC):
         return {"finish_reason": reason, "stop_reason": stop}
 
     def _prompt_logprobs(self, prompt: int) -> Json:
-        """vLLM's field of that name, where the client wants it."""
+        """Returns vLLM's field `prompt_logprobs`, if the client wants it."""
         num_top = self._call.prompt_logprobs
         if num_top is None:
             return {}
@@ -167,7 +170,7 @@ class AnswerWriter(ABC):
         return {"token_ids": list(delta.token_ids)} if self._call.wants_token_ids else {}
 
     def _is_empty(self, delta: Delta) -> bool:
-        """Whether nothing is new that this client sees, besides an end."""
+        """Whether the delta has nothing new for this client except an end."""
         call = self._call
         seen: Any = delta.text or delta.tool_calls
         seen = seen or (call.include_reasoning and delta.reasoning)
@@ -176,7 +179,7 @@ class AnswerWriter(ABC):
 
 
 class ChatAnswer(AnswerWriter):
-    """POST /v1/chat/completions. One call has one prompt."""
+    """The answer of POST /v1/chat/completions. A call has one prompt."""
 
     id_prefix = "chatcmpl"
     object = "chat.completion"
@@ -235,7 +238,7 @@ class ChatAnswer(AnswerWriter):
         return new
 
     def _message(self, delta: Delta) -> Json:
-        """A whole answer. Its content is null when it is nothing but calls."""
+        """Returns a whole message. Its content is null when it has calls only."""
         content = None if delta.tool_calls and not delta.text else delta.text
         new: Json = {"role": "assistant", "content": content, "refusal": None}
         new |= self._reasoning(delta)
@@ -244,7 +247,7 @@ class ChatAnswer(AnswerWriter):
         return new
 
     def _reasoning(self, delta: Delta) -> Json:
-        """Clients know it by two names."""
+        """Returns the reasoning under both names that clients use."""
         if not (delta.reasoning and self._call.include_reasoning):
             return {}
         return {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
@@ -268,7 +271,7 @@ class ChatAnswer(AnswerWriter):
 
 
 class CompletionAnswer(AnswerWriter):
-    """POST /v1/completions. One call may have several prompts."""
+    """The answer of POST /v1/completions. A call may have several prompts."""
 
     id_prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -280,7 +283,7 @@ class CompletionAnswer(AnswerWriter):
             lambda: CompletionLogprobs(token_name)
         )
         self._begun: set[int] = set()
-        """Indices of choices that have something written."""
+        """Indices of choices that have output."""
 
     def opening(self, prompt: int) -> list[Json]:
         if not self._call.requests[0].echo:
@@ -317,7 +320,7 @@ class CompletionAnswer(AnswerWriter):
         return choice
 
     def _echo(self, prompt: int, index: int) -> Json:
-        """The prompt at the head of a choice."""
+        """Returns the prompt as the beginning of a choice."""
         accepted, num_top = self._accepted[prompt], self._call.requests[0].sampling.top_logprobs
         logprobs = None
         if num_top is not None:
@@ -336,7 +339,7 @@ class CompletionAnswer(AnswerWriter):
 
 
 class CompletionLogprobs:
-    """One choice's log-probabilities, and where in the text the next token begins."""
+    """The log-probabilities of one choice, and the text offset of its next token."""
 
     def __init__(self, token_name: Callable[[TextLogprob], str]) -> None:
         self._token_name = token_name
@@ -344,7 +347,8 @@ class CompletionLogprobs:
         self._offset = 0
 
     def add(self, entries: Sequence[TokenLogprobs]) -> Json:
-        """text_offset: in characters; a token inside a character has that character's offset."""
+        """Appends entries. text_offset counts characters; a token inside a character has that
+        character's offset."""
         offsets = []
         for entry in entries:
             offsets.append(self._offset)
@@ -357,13 +361,14 @@ class CompletionLogprobs:
         }
 
     def add_prompt(self, entries: Sequence[TokenLogprobs], num_top: int) -> Json:
-        """What comes first when the prompt is echoed; the first token's numbers are null."""
+        """Returns the entries of an echoed prompt, whose first token has null."""
         document = self.add([TokenLogprobs(entry.token, entry.top[:num_top]) for entry in entries])
         document["token_logprobs"][0] = document["top_logprobs"][0] = None
         return document
 
     def _alternatives(self, entry: TokenLogprobs) -> Json:
-        """Best first, then the token itself if it is not among them, as OpenAI does."""
+        """Returns the best tokens, best first, then the token itself if it is not among them, as
+        OpenAI does."""
         found: Json = {}
         for token in (*entry.top, entry.token):
             found.setdefault(self._token_name(token), max(token.logprob, _LOWEST))
@@ -375,7 +380,8 @@ def _id_name(token: TextLogprob) -> str:
 
 
 def _text_name(token: TextLogprob) -> str:
-    """Bytes that are no whole characters are spelt out, so that no two tokens look the same."""
+    """Returns the token's text. Incomplete characters are written as bytes, so that different
+    tokens have different names."""
     try:
         return token.text.decode()
     except UnicodeDecodeError:
@@ -383,8 +389,8 @@ def _text_name(token: TextLogprob) -> str:
 
 
 def _ranked(entry: TokenLogprobs, num_top: int) -> Json:
-    """The best num_top tokens and the prompt's own, by token id. rank: 1 for the most likely one,
-    null for one that is not among the best."""
+    """Returns the best num_top tokens and the prompt's own, by token id. rank: 1 for the most
+    likely token, null for one that is not among the best."""
     ranks = {top.token_id: rank for rank, top in enumerate(entry.top, 1)}
     return {
         str(token.token_id): {
@@ -402,7 +408,7 @@ def _tool_call(call: ToolCallDelta) -> Json:
 
 
 def _timings(times: StageTimes) -> Json:
-    """Seconds, rounded to microseconds."""
+    """Returns seconds, rounded to microseconds."""
     return {
         "stages": {f"{stage}_s": round(seconds, 6) for stage, seconds in times.spent().items()},
         "first_token_s": round(times.first_token_s, 6),
@@ -419,5 +425,5 @@ def _timings(times: StageTimes) -> Json:
 
 
 def serving_worker(worker: WorkerIdentity) -> Json:
-    """address: "" for clients that are no operators."""
+    """Describes a worker. address: "" for clients that are not operators."""
     return {"role": worker.role, "instance_id": worker.short, "address": worker.address}

@@ -1,4 +1,4 @@
-"""The ASGI application: every route of the HTTP API, and every failure as an OpenAI error body."""
+"""The ASGI application: all routes of the HTTP API, with every failure as an OpenAI error body."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _FILES = files("baton.router.api.http")
 _NO_SNIFF = {"x-content-type-options": "nosniff"}
 _CONFINED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _DOCS_HEADERS = {
-    # The page fetches the document from here, and nothing from anywhere else.
+    # The page loads the OpenAPI document from this router, and nothing from elsewhere.
     "content-security-policy": "default-src 'none'; connect-src 'self'; "
     f"script-src 'unsafe-inline'; style-src 'unsafe-inline'; {_CONFINED}",
     **_NO_SNIFF,
 }
 _PLAYGROUND_HEADERS = {
-    # The browser runs these scripts only, which may call this router only.
+    # The browser runs only these scripts, which may call only this router.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     f"connect-src 'self'; img-src data:; {_CONFINED}",
     **_NO_SNIFF,
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    # A router that was replaced by a newer one has other files.
+    # A newer router has other files.
     "cache-control": "no-cache",
 }
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 class HttpApp:
-    """Serves one Pipeline. Exceptions that reach it come before any byte of a response."""
+    """Serves one Pipeline. Exceptions reach it only before the first byte of a response."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class HttpApp:
         }
         gets = {
             "/models": self._list_models,
-            # A path: names such as "organisation/model" have slashes.
+            # A path, because names such as "organisation/model" have slashes.
             "/models/{model:path}": self._show_model,
             "/requests/{id}": explain_endpoint(pipeline),
         }
@@ -91,7 +91,7 @@ class HttpApp:
             (_FILES / "docs.html").read_bytes(), media_type="text/html", headers=_DOCS_HEADERS
         )
         self.routes: list[BaseRoute] = [
-            # With and without the version: clients differ in their base of all paths.
+            # With and without the version, because clients use different base URLs.
             *(
                 Route(prefix + path, app, methods=["POST"])
                 for prefix in ("/v1", "")
@@ -122,7 +122,7 @@ class HttpApp:
             return
         except (BatonError, HttpError, HTTPException) as error:
             forget_frames(error)
-            # The id of a request that was admitted, by which it can be explained.
+            # The id of an admitted request, under which it can be explained.
             known = error.request_id if isinstance(error, BatonError) else ""
             await send_error(send, error, known or secrets.token_hex(16))
         except Exception:
@@ -156,11 +156,12 @@ class HttpApp:
         return json_response({"version": version("baton")})
 
     async def _show_health(self, _: Request) -> Response:
-        """200 when a request sent now can be answered, else 503; no body."""
+        """Returns 200 when a request sent now can be answered, otherwise 503; no body."""
         return Response(status_code=200 if self._pipeline.ready() else 503)
 
     async def _show_metrics(self, request: Request) -> Response:
-        """A caller without a key, where metrics need none, does not see the names of tenants."""
+        """Returns the metrics. A caller without a key, where metrics need none, does not see tenant
+        names."""
         known = is_known(request.scope)
         shown = self._registry if known else self._registry_without_tenants
         headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
@@ -168,7 +169,7 @@ class HttpApp:
 
 
 def playground_routes() -> list[Route]:
-    """GET / and /playground/…: one static page with its scripts and styles, read once."""
+    """Returns GET / and /playground/…: a static page with its scripts and styles, read once."""
     routes = []
     for entry in sorted((_FILES / "page").iterdir(), key=lambda entry: entry.name):
         if entry.is_file():

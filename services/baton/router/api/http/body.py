@@ -1,10 +1,10 @@
-"""Receiving a JSON body: its declared type, a bound on its size, and room for it.
+"""Receives a JSON body: checks its content type, bounds its size, and reserves room for it.
 
-Nothing of a body is read before there is room for it. A refused body is still read, up to a bound,
-and not kept: closing a socket with unread data resets it, and the client would see a broken
-connection in place of the reason. All refused bodies together are read no faster than
-DISCARDED_BYTES_PER_S, so that clients which repeat themselves are slowed down, and this router is
-not. A body that comes too slowly ends its connection.
+A body is read only after room for it is reserved. A refused body is still read, up to a bound, and
+discarded: closing a socket with unread data resets the connection, and the client would not see the
+error. All refused bodies together are read at most at DISCARDED_BYTES_PER_S, which slows down
+clients that repeat themselves and not this router. A body that arrives too slowly ends its
+connection.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ MAX_DISCARDED_BYTES = 8 << 20
 
 DISCARDED_BYTES_PER_S = 16 << 20
 AT_ONCE_BYTES = 1 << 20
-"""How much may be discarded faster, after a while without."""
+"""The burst of bytes that may be discarded faster, after a quiet period."""
 
 
 class ClientGone(Exception):
-    """The client left before its request was complete: there is no one to answer."""
+    """The client left before its request was complete, so no answer is possible."""
 
 
 @dataclass(slots=True)
 class Body:
-    """All of a request's body."""
+    """The whole body of a request."""
 
     raw: bytes
-    """Its user empties it when it is parsed."""
+    """The code that parses it clears it."""
     holding: Holding
-    """The room for it."""
+    """The room that is reserved for it."""
 
 
 class Bodies:
@@ -51,12 +51,12 @@ class Bodies:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._discarded_until = 0.0
-        """When the limit of speed allows the next byte, on the loop's clock."""
+        """When the rate limit allows the next byte, on the loop's clock."""
 
     @asynccontextmanager
     async def received(self, scope: Scope, receive: Receive) -> AsyncIterator[Body]:
-        """The whole body; its room is given back on leaving. Raises HttpError 413 or 415,
-        ClientGone, or BatonError when there is no room for it."""
+        """Yields the whole body, and releases its room on exit. Raises HttpError 413 or 415,
+        ClientGone, or BatonError when there is no room."""
         tenant = caller(scope)
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
@@ -76,13 +76,14 @@ class Bodies:
             holding.release()
 
     async def discard(self, scope: Scope, receive: Receive) -> None:
-        """Takes the body of a request that is refused anyway. Raises ClientGone."""
-        # A client that waits for "100 Continue" has not sent the body; do not invite it.
+        """Discards the body of a request that is refused. Raises ClientGone."""
+        # A client that waits for "100 Continue" has not sent the body; reading would invite it.
         if dict(scope["headers"]).get(b"expect", b"").lower() != b"100-continue":
             await self._rest(receive, 0)
 
     async def _all(self, receive: Receive, holding: Holding, declared: bool) -> bytes:
-        """declared: there is room for all of it; else for each part as it comes."""
+        """Reads the body. declared: room for all of it is reserved; otherwise room is reserved part
+        by part."""
         body = bytearray()
         more = True
         while more:
@@ -106,7 +107,7 @@ class Bodies:
         return bytes(body)
 
     async def _rest(self, receive: Receive, received: int) -> None:
-        """Takes what still comes of a body, and keeps nothing."""
+        """Reads and discards the rest of a body."""
         loop = asyncio.get_running_loop()
         more = True
         while more and received <= MAX_DISCARDED_BYTES:
@@ -124,11 +125,12 @@ class Bodies:
 
 
 def _check(headers: dict[bytes, bytes]) -> None:
-    """What the headers alone rule out. No declared type passes for JSON, a wrong one does not.
+    """Raises HttpError for headers that rule the body out. No content type counts as JSON; a wrong
+    one is refused.
 
-    A page of another site can make a browser send a body of no type at once. A body of type JSON
-    the browser sends only after a CORS preflight, which this router never allows. So a body from a
-    browser has to be of type JSON.
+    A page of another site can make a browser send a body without a type directly, while a JSON body
+    requires a CORS preflight, which this router never allows. So a body from a browser must have
+    the JSON type.
     """
     undeclared = b"" if _from_a_page(headers) else b"application/json"
     kind = headers.get(b"content-type", undeclared).split(b";")[0].strip().lower()
@@ -141,7 +143,7 @@ def _check(headers: dict[bytes, bytes]) -> None:
 
 
 def _from_a_page(headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser sends it, for a page of whatever site."""
+    """Whether a browser sends the request for a web page."""
     return b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none"
 
 
@@ -150,9 +152,9 @@ def _too_large() -> HttpError:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs work to its end, or cancels it and waits for it as soon as the client is gone.
+    """Runs work to its end, or cancels it and waits for it when the client leaves.
 
-    The body must have been received before: from then on `receive` only speaks of the end.
+    The body must have been received before, so that `receive` reports only the end.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_gone(receive))

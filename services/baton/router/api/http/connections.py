@@ -1,12 +1,12 @@
-"""The HTTP server's connections, as the kernel sees them, and the end of those that exceed limits.
+"""Monitors the HTTP server's connections through the kernel, and ends those that exceed limits.
 
-The server (granian) bounds heads, trailers, frames and the number of connections, and shows an
-application its requests. It shows nothing of a connection that never sends a request, stays idle
-for ever over HTTP/2, or takes nothing of its answer. The process's own sockets show those. `look`
-lists them (`/proc/self/fd`), joins each with the requests that `begin` and `end` report, and shuts
-down what the limits do not allow. It only ever shuts a socket down; the server, which owns it, sees
-the end of the connection and closes it. Linux only: elsewhere nothing is listed, and the server's
-own limits are all there are.
+The server (granian) bounds heads, trailers, frames and the number of connections, and passes
+requests to the application. It reveals nothing about a connection that never sends a request, stays
+idle for ever over HTTP/2, or does not read its answer. The process's own sockets do. `look` lists
+them (`/proc/self/fd`), joins each with the requests that `begin` and `end` report, and shuts down
+what the limits do not allow. It only shuts sockets down; the server, which owns them, sees the end
+of the connection and closes it. Linux only: elsewhere no socket is listed, and only the server's
+own limits apply.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """All times are seconds."""
+    """Limits of HTTP connections. Times are in seconds."""
 
     max_connections: int = 4096
-    """At a time. Further ones wait in the kernel's queue."""
+    """At the same time. Further connections wait in the kernel's queue."""
     max_per_address: int = 1024
-    """Connections from one address; 0: as many as there may be at all."""
+    """Connections from one address; 0: no separate limit."""
     max_head_bytes: int = 16 << 10
     """Of a request's first line and headers; at least 8 KiB."""
     max_streams: int = 100
-    """Requests at a time on one HTTP/2 connection."""
+    """Simultaneous requests on one HTTP/2 connection."""
     head_timeout_s: float = 10.0
-    """From a connection's beginning, or from a request's first byte, to the end of its headers."""
+    """From a connection's start, or from a request's first byte, to the end of its headers."""
     body_timeout_s: float = 30.0
     """From the end of the headers to the end of the body."""
     body_start_s: float = 5.0
-    """After so long, body_bytes_per_s counts."""
+    """From here on body_bytes_per_s applies."""
     body_bytes_per_s: float = 1024.0
-    """At least so much of a body must come, on average."""
+    """Lowest average rate of a body."""
     stall_timeout_s: float = 30.0
-    """How long a client may take nothing of what waits for it."""
+    """How long a client may read nothing of what waits for it."""
     keep_alive_s: float = 75.0
     """Between two requests."""
     max_age_s: float = 300.0
-    """An older connection ends with its next answer, varied by a tenth."""
+    """An older connection ends with its next answer. It varies by a tenth per connection."""
 
     def age_s(self) -> float:
-        """A connection's own greatest age: not all that came at once are to go at once."""
+        """Returns the greatest age of one connection, varied so that connections of the same age do
+        not end together."""
         return self.max_age_s * random.uniform(0.9, 1.1)
 
 
@@ -66,25 +67,26 @@ _GONE = (7, 8)
 """TCP_CLOSE and TCP_CLOSE_WAIT: the peer has reset or ended the connection."""
 
 KERNEL_SEND_BUFFER_BYTES = 128 << 10
-"""The kernel's, of one connection, which it doubles. Without it one that is not read takes
-megabytes."""
+"""The kernel's send buffer of one connection, which the kernel doubles. Without it a connection
+that is not read takes megabytes."""
 
 CROWDED = 7 / 8
-"""Of max_connections. Above it idle connections end, first those of the address with the most."""
+"""Share of max_connections. Above it idle connections end, first those of the address with the
+most."""
 
 LOOK_SHARE = 0.1
-"""Of its time a loop spends on looks that requests ask for, at most."""
+"""Largest share of the loop's time for looks that requests cause."""
 
 QUIET_S = 1.0
-"""A connection that has had its last answer ends after so long without a request. Over HTTP/2 no
-answer can announce that it is the last, and a client that sends one request after the other must
-not meet the end of the connection between two."""
+"""A connection that has had its last answer ends after this many seconds without a request. Over
+HTTP/2 an answer cannot announce that it is the last, and a client that sends one request after
+another must not lose the connection in between."""
 
 BUSY_TURNS = 4
-"""A connection with a request is looked at in one of so many turns."""
+"""A connection with a request is checked in one of this many turns."""
 
 Peer = tuple[bytes, int]
-"""A client's address, packed, and its port."""
+"""A client's packed address and its port."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,11 +94,11 @@ class Exchange:
     """One request on one connection."""
 
     abandon: Callable[[], None]
-    """Ends the answer, as its client is gone."""
+    """Ends the answer because its client is gone."""
     started: bool = False
     """Whether the answer has begun."""
     sending_since: float | None = None
-    """When the part of the answer began to be sent that the client has no room for yet."""
+    """Since when the current part of the answer waits for the client to read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,26 +109,27 @@ class Connection:
     opened_at: float
     """When it was first seen."""
     old_at: float
-    """From then on its next answer is its last."""
+    """From this time on its next answer is its last."""
     idle_since: float
     """When its last request ended; before the first, when it was opened."""
     exchanges: set[Exchange] = field(default_factory=set)
     has_requested: bool = False
-    """Whether a request ever came."""
+    """Whether a request ever arrived."""
     http2: bool = False
     last: bool = False
     """Whether an answer announced that it is the connection's last."""
     fd: int = -1
     inode: int = 0
-    """Of its socket; 0 until it was seen among the process's own."""
+    """Of its socket; 0 until it is found among the process's own."""
     received: int | None = None
     """Bytes from the peer when it became idle; None: not read yet."""
     head_since: float | None = None
-    """When more came than that: a request has begun, or something that will never be one."""
+    """When more bytes arrived than that: a request, or other data, has begun."""
     acked: int = -1
-    """Bytes that the peer's kernel has acknowledged, when there were last some that it had not."""
+    """Bytes that the peer's kernel has acknowledged, as of the last check with unacknowledged
+    bytes."""
     acked_at: float = 0.0
-    """When that was seen to change."""
+    """When that number last changed."""
 
     def abandon(self) -> None:
         for exchange in self.exchanges:
@@ -138,22 +141,23 @@ class TcpInfo(NamedTuple):
 
     state: int
     unacked: int
-    """Segments."""
+    """In segments."""
     acked: int
-    """Bytes."""
+    """In bytes."""
     received: int
-    """Bytes."""
+    """In bytes."""
     unsent: int
-    """Bytes that lie in the kernel for the peer."""
+    """Bytes in the kernel that wait for the peer."""
 
 
 class Connections:
-    """One per server. address and port: where it listens. now: the loop's clock.
+    """The connections of one server.
 
     leaving: every answer that begins is its connection's last. ending: idle connections end.
     """
 
     def __init__(self, host: str, port: int, limits: HttpLimits, now: Callable[[], float]) -> None:
+        """host, port: where the server listens. now: the loop's clock."""
         self.leaving = False
         self.ending = False
         self._host, self._port = _packed(host), port
@@ -162,7 +166,7 @@ class Connections:
         self._by_peer: dict[Peer, Connection] = {}
         self._by_inode: dict[int, Connection] = {}
         self._others: set[int] = set()
-        """Inodes of sockets that are none of these."""
+        """Inodes of sockets that are not connections of this server."""
         self._per_address: Counter[bytes] = Counter()
         self._turn = 0
         self._found_at = float("-inf")
@@ -174,7 +178,7 @@ class Connections:
     def begin(
         self, host: str, port: int, abandon: Callable[[], None], *, http2: bool
     ) -> tuple[Connection, Exchange]:
-        """A request has come. `end` is owed, whatever becomes of it."""
+        """A request has arrived. `end` must follow in every case."""
         peer = (_packed(host), port)
         connection = self._by_peer.get(peer)
         if connection is None:
@@ -191,12 +195,12 @@ class Connections:
         connection.idle_since = self._now()
 
     def is_last(self, connection: Connection) -> bool:
-        """Whether the answer that begins now is to be its connection's last."""
+        """Whether the answer that begins now is its connection's last."""
         return self.leaving or self._now() >= connection.old_at
 
     def too_many(self, connection: Connection) -> bool:
-        """Whether its address has more connections than it may have, after a look at the sockets:
-        one that has closed unseen must not count."""
+        """Whether its address has more connections than allowed. It looks at the sockets first,
+        because connections that closed unnoticed must not count."""
         limit = self._limits.max_per_address
         address = connection.peer[0]
         if not limit or self._per_address[address] <= limit:
@@ -206,13 +210,14 @@ class Connections:
         return self._per_address[address] > limit
 
     def interval_s(self) -> float:
-        """Between two looks: each limit is exact to a quarter of it, or to a second."""
+        """Returns the seconds between two looks: each limit is exact to a quarter of it, or to a
+        second."""
         limits = self._limits
         shortest = min(limits.head_timeout_s, limits.keep_alive_s, limits.stall_timeout_s)
         return max(0.02, min(1.0, shortest / 4))
 
     def look(self) -> None:
-        """Finds the connections that there are, and ends those that exceed their limits."""
+        """Finds the connections that exist, and ends those that exceed their limits."""
         self._find()
         self._turn += 1
         now = self._now()
@@ -226,7 +231,7 @@ class Connections:
         self._make_room()
 
     def end_idle(self) -> None:
-        """From now on a connection ends as soon as it is idle."""
+        """From now on every connection ends as soon as it is idle."""
         self.ending = True
         self.look()
 
@@ -237,22 +242,22 @@ class Connections:
 
     def _look_at_busy(self, connection: Connection, now: float) -> None:
         blocked = [e.sending_since for e in connection.exchanges if e.sending_since is not None]
-        # The kernel sees no stall of one HTTP/2 stream, since the connection's bytes are taken.
+        # The kernel sees no stall of one HTTP/2 stream, because the connection's bytes are read.
         if connection.http2 and blocked and now - min(blocked) >= self._limits.stall_timeout_s:
             self._shut_down(connection, reset=True)
         elif blocked:
             if self._stalls(connection, self._info(connection), now):
                 self._shut_down(connection, reset=True)
         elif not connection.http2 and (connection.inode + self._turn) % BUSY_TURNS == 0:
-            # A client that has gone and had sent its next request before: the server does not read
-            # that yet, and so does not see the end behind it.
+            # The client may have left after sending its next request: the server has not read that
+            # yet, and so does not see the end after it.
             info = self._info(connection)
             if info is not None and info.state in _GONE:
                 connection.abandon()
                 self._shut_down(connection, reset=True)
 
     def _stalls(self, connection: Connection, info: TcpInfo | None, now: float) -> bool:
-        """Whether the peer has taken nothing of what waits for it, for too long."""
+        """Whether the peer has read nothing of what waits for it for too long."""
         if info is None or not (info.unacked or info.unsent):
             connection.acked = -1
         elif info.acked != connection.acked:
@@ -262,7 +267,7 @@ class Connections:
         return False
 
     def _exceeds_limits(self, connection: Connection, now: float) -> bool:
-        """Of one without a request."""
+        """Whether a connection without a request exceeds a limit."""
         limits = self._limits
         idle_s = now - connection.idle_since
         if not connection.has_requested:
@@ -276,7 +281,7 @@ class Connections:
             # The server may wait for the rest of a body that is of no use.
             return True
         info = self._info(connection)
-        # Between two requests: whatever comes begins a head, be it only an empty line.
+        # Between two requests any byte, even of an empty line, begins a head.
         received = None if info is None else info.received
         if connection.received is None:
             connection.received = received
@@ -286,7 +291,8 @@ class Connections:
         return since is not None and now - since >= limits.head_timeout_s
 
     def _make_room(self) -> None:
-        """Ends idle connections: of addresses with too many, and of the fullest when crowded."""
+        """Ends idle connections: of addresses with too many, and of the fullest addresses when
+        crowded."""
         limit, now = self._limits.max_per_address, self._now()
         quiet_s = min(QUIET_S, self._limits.head_timeout_s)
         surplus = [(a, n - limit) for a, n in self._per_address.items() if limit and n > limit]
@@ -299,7 +305,7 @@ class Connections:
                 for connection in self._by_inode.values()
                 if connection.peer[0] == address
                 and not connection.exchanges
-                # One that has just connected is about to ask.
+                # A connection that has just opened is about to send a request.
                 and now - connection.idle_since >= quiet_s
             ]
             # Those without any request go first, then those that have been idle longest.
@@ -308,8 +314,8 @@ class Connections:
                 self._shut_down(connection)
 
     def _find(self) -> None:
-        """Brings the records in step with the process's sockets."""
-        # Not the loop's clock: that stands still while one callback runs.
+        """Synchronizes the records with the process's sockets."""
+        # Not the loop's clock, which stands still during a callback.
         began = time.perf_counter()
         gone = dict(self._by_inode)
         listed = False
@@ -364,7 +370,7 @@ class Connections:
             del self._per_address[address]
 
     def _peer_of(self, fd: int, inode: int) -> Peer | None:
-        """Of one of the server's connections; None for any other socket."""
+        """Returns the peer of one of the server's connections; None for any other socket."""
         with _held(fd, inode) as held, suppress(OSError):
             if held is None or held.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
@@ -375,7 +381,7 @@ class Connections:
         return None
 
     def _info(self, connection: Connection) -> TcpInfo | None:
-        """None where the kernel has no numbers."""
+        """Returns None where the kernel provides no numbers."""
         with _held(connection.fd, connection.inode) as held, suppress(OSError):
             if held is not None and _TCP_INFO is not None:
                 info = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)
@@ -383,7 +389,8 @@ class Connections:
         return None
 
     def _shut_down(self, connection: Connection, *, reset: bool = False) -> None:
-        """reset: the kernel keeps nothing for a peer that reads nothing."""
+        """Shuts the socket down. reset: the kernel discards unsent data of a peer that does not
+        read."""
         with _held(connection.fd, connection.inode) as held, suppress(OSError):
             if held is None:
                 return
@@ -393,16 +400,16 @@ class Connections:
 
 
 def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
-    """Sets on the sockets that listen there what the connections they accept inherit: how much the
-    kernel keeps for one, and for how long after the server has closed it, where the peer takes
-    nothing. Returns whether there is such a socket."""
+    """Sets socket options that accepted connections inherit from the listening sockets: the
+    kernel's send buffer, and how long unread data is kept after the server closes. Returns whether
+    there is such a socket."""
     found = False
     for _, held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             found = True
             held.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_SEND_BUFFER_BYTES)
             if _USER_TIMEOUT is not None:
-                # Later than `look`, which resets what is still open.
+                # Later than `look`, which resets connections that are still open.
                 timeout_ms = int(2000 * stall_timeout_s)
                 held.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, timeout_ms)
     return found
@@ -411,8 +418,8 @@ def tune_listeners(host: str, port: int, stall_timeout_s: float) -> bool:
 def close_left_over(host: str, port: int) -> None:
     """Closes sockets that are bound there and neither listen nor are connected.
 
-    Of each start granian leaves one open, and with it the port taken. Only to be called when no
-    server of this process is at this address any more.
+    granian leaves one open after each start, and with it the port bound. Call it only when no
+    server of this process uses this address any more.
     """
     for fd, held in _bound(host, port):
         if held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -425,7 +432,8 @@ def close_left_over(host: str, port: int) -> None:
 
 
 def _bound(host: str, port: int) -> Iterator[tuple[int, socket.socket]]:
-    """Sockets of this process that are bound there: the file descriptor, and a second handle."""
+    """Yields sockets of this process that are bound there: the file descriptor, and a second
+    handle."""
     address = (_packed(host), port)
     for fd, inode in list(_sockets()):
         with _held(fd, inode) as held, suppress(OSError):
@@ -437,7 +445,7 @@ def _bound(host: str, port: int) -> Iterator[tuple[int, socket.socket]]:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """File descriptor and inode of each socket of this process."""
+    """Yields file descriptor and inode of each socket of this process."""
     try:
         names = os.listdir(_FDS)
     except OSError:
@@ -452,8 +460,8 @@ def _sockets() -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _held(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """A second handle of a socket, so that it cannot become another file meanwhile; None when it is
-    gone."""
+    """Opens a second handle of a socket, so that its descriptor cannot become another file
+    meanwhile; yields None when the socket is gone."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -470,7 +478,8 @@ def _held(fd: int, inode: int) -> Iterator[socket.socket | None]:
 
 
 def _packed(host: str) -> bytes:
-    """One form of each address, however it is written; IPv4 in IPv6 is IPv4."""
+    """Returns one form of each address, however it is written; an IPv4-mapped address becomes
+    IPv4."""
     try:
         return socket.inet_pton(socket.AF_INET, host)
     except OSError:

@@ -1,8 +1,8 @@
-"""GET /requests/{id}: what this router remembers of one request.
+"""GET /requests/{id}: the record of one request.
 
-The sender of a request sees it, and an operator sees every request; an operator alone sees where it
-ran and what was predicted. With ?replay the answer is what makes its tokens again, and with
-?replay=text also the grammar that the client gave.
+The sender of a request sees it, and an operator sees every request; only an operator sees where it
+ran and what was predicted. With ?replay the answer has the inputs that reproduce its tokens, and
+with ?replay=text also the grammar that the client gave.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FOR_OPERATORS = "An operator's key shows more."
 
 def explain_endpoint(pipeline: Pipeline) -> Callable[[Request], Awaitable[Response]]:
     async def explain(request: Request) -> Response:
-        # Answers have ids with a kind in front, as chatcmpl-ID and cmpl-ID.
+        # Answers have ids with a prefix, as chatcmpl-ID and cmpl-ID.
         request_id = request.path_params["id"].rpartition("-")[2]
         tenant = caller(request.scope)
         record = pipeline.explain(request_id, tenant)
@@ -58,12 +58,12 @@ def explain_endpoint(pipeline: Pipeline) -> Callable[[Request], Awaitable[Respon
 
 
 def explained(record: RequestRecord, now: float, *, whole: bool) -> Json:
-    """A document of type Explained.
+    """Returns a document of type Explained.
 
     now: a reading of the clock that times the request's stages. whole: for an operator. Others see
-    what became of their request, when and how long, and the short names of the workers that served
-    it. They do not see where these are, which others there are, and what was predicted, because a
-    prediction depends on what other tenants do.
+    the outcome and timing of their request and the short names of the workers that served it. They
+    do not see where these are, which others exist, and what was predicted, because predictions
+    depend on other tenants' requests.
     """
     times, clock = record.so_far(now), record.clock
     has_text = bool(record.output_tokens) if clock is None else clock.has_told
@@ -104,7 +104,7 @@ def _choices(record: RequestRecord) -> list[Json]:
 
 
 def _split(record: RequestRecord, *, whole: bool) -> Json:
-    """The reason is that of the first attempt that was prefilled apart, or of the first one."""
+    """The reason is that of the first attempt with separate prefill, or of the first attempt."""
     placed = [attempt for attempt in record.attempts if not attempt.moved]
     apart = [attempt for attempt in placed if attempt.prefill is not None]
     reasons = [attempt.why if whole else outline(attempt) for attempt in (apart or placed)]
@@ -152,7 +152,8 @@ def _worker(worker: WorkerIdentity, *, whole: bool) -> Json:
 
 
 def _replay_file(record: RequestRecord, *, with_text: bool) -> Json:
-    """A document of type ReplayFile. with_text: with what the client wrote, where it is needed.
+    """Returns a document of type ReplayFile. with_text: with what the client wrote, where it is
+    needed.
 
     Raises NotFound, or Unavailable while the request runs.
     """
@@ -193,13 +194,14 @@ def _grammar(replay: Replay, *, with_text: bool) -> Json | None:
 
 
 def _copied(kind: type[msgspec.Struct], source: object, **changed: Any) -> Json:
-    """A document with the fields of `kind`, taken from `changed` or from attributes of source."""
+    """Returns a document with the fields of `kind`, taken from `changed` or from attributes of
+    source."""
     names = kind.__struct_fields__
     return {name: changed[name] if name in changed else getattr(source, name) for name in names}
 
 
 def _rounded(value: Any) -> Any:
-    """The same document with its seconds rounded to microseconds."""
+    """Returns the document with its seconds rounded to microseconds."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""Answers POST of a generating route: parse, open, then one document or a stream of events.
+"""Handles POST of a generating route: parse, open, then one document or a stream of events.
 
-Raw ASGI: nothing stands between an event and the socket.
+It is raw ASGI, without a layer between an event and the socket.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Events = EventStream | EmptyStream
 
 KEEP_ALIVE_S = 10.0
 FAREWELL_S = 0.5
-"""How long a client has to take the last event when the server closes."""
+"""Seconds that a client has to read the last event when the server closes."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """An ASGI app. Raises BatonError or HttpError only while nothing has been sent."""
+    """An ASGI app. Raises BatonError or HttpError only before anything is sent."""
 
     pipeline: Pipeline
     bodies: Bodies
@@ -63,7 +63,7 @@ class Generation:
                 )
                 await while_connected(receive, work)
             except asyncio.CancelledError:
-                # The server closes; what the request held has been given back.
+                # The server closes; the request's resources are released.
                 await events.break_off(error_document(left()))
                 raise
             except BatonError as error:
@@ -112,7 +112,7 @@ class Generation:
 async def _gathered(
     call: GenerationCall, streams: Sequence[Events], answer: AnswerWriter
 ) -> list[list[Delta]]:
-    """All of every choice, by prompt. The parts of each are joined once, at the end."""
+    """Returns the whole output of every choice, by prompt. Parts are joined once, at the end."""
     parts: list[list[list[Delta]]] = [[[] for _ in range(call.n)] for _ in streams]
 
     async def gather(prompt: int, stream: Events) -> None:
@@ -148,13 +148,11 @@ async def _pump(
 async def _opened(
     pipeline: Pipeline, requests: Sequence[Request], holding: Holding
 ) -> AsyncIterator[list[tuple[Accepted, Events]]]:
-    """All requests accepted, in order, with what follows; or none of them and the first failure.
-
-    On leaving, whichever way, every stream is closed.
-    """
+    """Opens all requests; yields their Accepted events and streams in order. If one fails, raises
+    the first failure and opens none. Closes every stream on exit."""
     found: dict[int, tuple[Accepted, Events]] = {}
     async with AsyncExitStack() as closing:
-        # Each prompt gives its part back when it is encoded, and what is left goes here.
+        # Each prompt releases its part when it is encoded; the rest is released here.
         parts = holding.divided(len(requests))
         for part in parts:
             closing.callback(part.release)
@@ -172,9 +170,9 @@ async def _opened(
 
 
 def _headers(call: GenerationCall, accepted: Accepted) -> list[Header]:
-    """x-request-id: the client's own, if it sent one. Logs and answers always have the router's,
-    which is in x-baton-request-id then. x-baton-seed: sent as `seed`, it gives the same answer
-    again."""
+    """x-request-id is the client's own id, if it sent one. Logs and answers always have the
+    router's, which is then in x-baton-request-id. x-baton-seed: sent as `seed`, it reproduces the
+    answer."""
     headers = [
         (b"x-request-id", (call.request_id or accepted.request_id).encode()),
         (b"x-baton-seed", b"%d" % accepted.seed),
@@ -187,27 +185,25 @@ def _headers(call: GenerationCall, accepted: Accepted) -> list[Header]:
 
 
 class PlainChunks:
-    """Puts the chunks of one prompt together from bytes where they have nothing but text, as nearly
-    all chunks of a stream do.
-
-    chunks: writes a delta. One that is only text has one chunk, which is always the same but for
-    the text.
-    """
+    """Assembles the chunks of one prompt from bytes when they contain only text, as nearly all
+    chunks of a stream do."""
 
     _MARK = "\ue000text\ue001"
     _rest = attrgetter(
         *(f.name for f in fields(Delta) if f.name not in ("choice", "text", "token_ids"))
     )
-    """What a delta can have besides its text."""
+    """The fields of a delta other than its text."""
     _EMPTY = _rest(Delta(0))
 
     def __init__(self, chunks: Callable[[Delta], list[Json]]) -> None:
+        """chunks: builds the chunks of a delta. A delta with only text has one chunk, which differs
+        from others in its text only."""
         self._chunks = chunks
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """The bytes before and after the text, by choice."""
 
     def event(self, delta: Delta) -> bytes | None:
-        """The framed event, or None when the delta has more than text, or no text."""
+        """Returns the framed event, or None when the delta has more than text, or no text."""
         if not delta.text or self._rest(delta) != self._EMPTY:
             return None
         around = self._around.get(delta.choice)
@@ -221,7 +217,7 @@ class PlainChunks:
 _HEAD = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # nginx would hold back events until its buffer is full.
+    # nginx would buffer events until its buffer is full.
     (b"x-accel-buffering", b"no"),
 )
 
@@ -229,7 +225,7 @@ _HEAD = (
 class EventWriter:
     """Writes one stream. Each `send` carries whole events, so several tasks may write.
 
-    `send` waits while the client reads slowly; what is new meanwhile is coalesced at the source.
+    `send` blocks while the client reads slowly; new output is coalesced at the source meanwhile.
     """
 
     def __init__(self, send: Send):
@@ -247,20 +243,19 @@ class EventWriter:
             await self.write_framed(events)
 
     async def write_framed(self, events: bytes) -> None:
-        """events: whole ones."""
+        """Writes whole events."""
         self._idle = False
         await self._body(events)
 
     async def end(self, last: Json | None = None) -> None:
-        """Ends the stream: with [DONE], or with an error document in its place."""
+        """Ends the stream with [DONE], or with an error document instead."""
         data = b"[DONE]" if last is None else encode(last)
         event = b"data: %b\n\n" % data
         self._open = False
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def break_off(self, error: Json) -> None:
-        """Ends a stream that has begun and has no end yet with an error, if the client takes it
-        within FAREWELL_S."""
+        """Ends a running stream with an error, if the client reads it within FAREWELL_S."""
         if not self._open:
             return
         with suppress(Exception):
@@ -269,7 +264,7 @@ class EventWriter:
 
     @asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """Within the block, a comment goes out whenever nothing else did for KEEP_ALIVE_S."""
+        """Within the block, sends a comment whenever nothing else was sent for KEEP_ALIVE_S."""
         ticker = asyncio.ensure_future(self._tick())
         try:
             yield
@@ -289,7 +284,7 @@ class EventWriter:
 
 
 async def in_parallel(*work: Coroutine[Any, Any, None]) -> None:
-    """All at once. The first failure cancels the others and is raised as itself."""
+    """Runs all at once. The first failure cancels the others and is raised."""
     if len(work) == 1:
         await work[0]
         return

@@ -1,6 +1,5 @@
-"""The OpenAPI document of the HTTP API. It follows from the types that bodies are decoded as, from
-the types of answers, and from the ranges of the validator.
-"""
+"""Builds the OpenAPI document of the HTTP API from the types of bodies and answers and from the
+ranges of the validator."""
 
 from __future__ import annotations
 
@@ -59,15 +58,15 @@ _STRING: Json = {"type": "string"}
 
 
 def openapi_document() -> Json:
-    """The whole document, version 3.1."""
-    # Chunks of streams have a name in the document, and no reference.
+    """Returns the whole document, version 3.1."""
+    # Stream chunks have a name in the document, but no reference.
     kinds: list[type] = [answers.ChatCompletionChunk]
 
     def reference(kind: type) -> Json:
         kinds.append(kind)
         return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
-    # Types stand for references to them until here.
+    # Until here, types stand for references to them.
     paths = msgspec.to_builtins(_paths(), enc_hook=reference)
     errors = {
         str(status): {"description": text, "content": _json(answers.ErrorAnswer)}
@@ -227,7 +226,7 @@ def _add_ranges(properties: Json, body: type) -> None:
         ranges["logprobs"] = ranges["top_logprobs"]
     else:
         ranges["max_completion_tokens"] = ranges["max_tokens"]
-    # -1 means 0 here, a negative seed keeps its bits.
+    # In bodies, -1 means 0 for top_k, and a negative seed keeps its bits.
     ranges["top_k"] = Range(-1, ranges["top_k"].high)
     del ranges["seed"]
     for name, bounds in ranges.items():

@@ -1,7 +1,8 @@
-"""Bodies of generating routes to core Requests, one Call for each HTTP request.
+"""Converts bodies of generating routes to core Requests, with one GenerationCall per HTTP request.
 
-A parameter whose name or value differs between OpenAI and core is translated here. Every other one
-is copied by its name, so a new one is a field of `schema` and of core's Request or SamplingParams.
+A parameter whose name or value differs between OpenAI and core is translated here. Every other
+parameter is copied by its name, so a new one needs a field of `schema` and of core's Request or
+SamplingParams only.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from baton.router.api.http.schema import (
 from baton.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for text completions. The answer of a chat may fill the context."""
+"""OpenAI's default for text completions. A chat answer may fill the context."""
 
 MAX_CHOICES_PER_CALL = 128
 PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-"""What may go into a header as it is."""
+"""Texts that may be put into a header unchanged."""
 _MAX_LISTED = 32
 _INT64_MIN = -(2**63)
 _UINT64 = 2**64 - 1
@@ -67,7 +68,7 @@ class GenerationCall:
     """One HTTP request of a generating route: what to run and how to write the answer."""
 
     requests: tuple[Request, ...]
-    """One for each prompt. Choice c of prompt p has the index p * n + c in the answer."""
+    """One per prompt. Choice c of prompt p has the index p * n + c in the answer."""
     stream: bool
     include_usage: bool
     """Whether a stream ends with the usage."""
@@ -78,9 +79,9 @@ class GenerationCall:
     names: Mapping[str, str]
     """Core's field names to the client's, where they differ."""
     request_id: str
-    """The client's own, or ""."""
+    """The client's own id, or ""."""
     prompt_logprobs: int | None
-    """How many alternatives go into vLLM's field of this name; None: there is no such field."""
+    """Number of alternatives in vLLM's field of this name; None: the field is absent."""
     tokens_as_ids: bool
     """Whether log-probabilities name their tokens by id."""
     include_reasoning: bool
@@ -98,14 +99,14 @@ class GenerationCall:
         return self.requests[0].sampling.top_logprobs is not None
 
     def of(self, tenant: Tenant, trace: TraceContext) -> GenerationCall:
-        """The same call with its sender, as a part of the sender's trace."""
+        """Returns the call with its tenant and its caller's trace context."""
         requests = tuple(request.of(tenant, trace) for request in self.requests)
         return replace(self, requests=requests)
 
 
 def most_urgent(raw: bytes, tenant: Tenant) -> int:
-    """The smallest priority number that a body may have, without parsing it. A body can spell the
-    field's name with escapes."""
+    """Returns the smallest priority number that a body may have, without parsing it. A body may
+    write the field's name with escapes."""
     if b"priority" not in raw and b"\\u" not in raw:
         return 0
     lowest = int(REQUEST_RANGES["priority"].low)
@@ -136,7 +137,7 @@ def parse_completion(raw: bytes) -> GenerationCall:
         body.max_tokens = COMPLETION_MAX_TOKENS
     wanted = body.prompt_logprobs
     if body.echo and body.top_logprobs is not None:
-        # An echo with log-probabilities has the prompt's own, too.
+        # An echo with log-probabilities includes those of the prompt.
         wanted = max(body.top_logprobs, wanted or 0)
         names["prompt_logprobs"] = "logprobs"
     prompts = _prompts(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -161,7 +162,8 @@ def chat_prompt(body: ChatBody | ChatTemplateBody) -> ChatPrompt:
 
 
 def listed(names: Sequence[str]) -> bytes:
-    """Names for a header. They come from the client: only plain ones, and a bounded number."""
+    """Formats names for a header. They come from the client, so only plain ones are included, and a
+    bounded number."""
     plain = [name for name in names if PLAIN.fullmatch(name)][:_MAX_LISTED]
     rest = len(names) - len(plain)
     return ", ".join([*plain, *([f"and {rest} more"] if rest else [])]).encode()
@@ -226,18 +228,20 @@ def _call(
 
 
 def _given(body: msgspec.Struct, names: set[str]) -> dict[str, Any]:
-    """Fields of a body that are not null. The others have core's defaults."""
+    """Returns the fields of a body that are not null. The others have core's defaults."""
     values = {name: getattr(body, name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _seed(seed: int | None) -> int | None:
-    """OpenAI's seeds are signed 64 bit, core's unsigned: a negative one keeps its bits."""
+    """Converts a seed. OpenAI's seeds are signed 64 bit, core's unsigned: a negative one keeps its
+    bits."""
     return seed & _UINT64 if seed is not None and _INT64_MIN <= seed < 0 else seed
 
 
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
-    """What every choice has to match, and the client's name of the field that it comes from."""
+    """Returns the grammar for every choice, and the client's name of the field that it comes
+    from."""
     grammar, name = _of_response_format(body)
     if body.structured_outputs is None:
         return grammar, name
@@ -286,7 +290,8 @@ def _of_structured_outputs(form: StructuredOutputs) -> tuple[Grammar | None, str
 
 
 def _json_schema(given: msgspec.Raw, field: str) -> Grammar | None:
-    """An object, or a text that holds one, as some clients send it. None for null."""
+    """Accepts an object, or a text that contains one, which some clients send. Returns None for
+    null."""
     text = bytes(given).decode()
     if text == "null":
         return None
@@ -302,7 +307,7 @@ def _json_schema(given: msgspec.Raw, field: str) -> Grammar | None:
 
 
 def _message(index: int, message: ChatMessage) -> Message:
-    # "developer" is OpenAI's newer word for "system"; chat templates know the older one.
+    # "developer" is OpenAI's newer name for "system"; chat templates support the older one.
     return Message(
         "system" if message.role == "developer" else message.role,
         _content(f"messages[{index}].content", message),
@@ -359,7 +364,7 @@ def _tool_choice(given: str | NamedTool | None, *, parallel: bool) -> ToolChoice
 def _prompts(
     prompt: str | list[str | int | list[int]], *, add_special_tokens: bool
 ) -> list[TextPrompt | TokenPrompt]:
-    """One prompt as a string or ids, or a list of either kind."""
+    """Returns the prompts: one as a string or as ids, or a list of either kind."""
     items: list[str | int | list[int]] = [prompt] if isinstance(prompt, str) else prompt
     texts = [item for item in items if isinstance(item, str)]
     ids = [item for item in items if isinstance(item, int)]

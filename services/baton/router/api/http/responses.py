@@ -1,8 +1,8 @@
-"""JSON documents and failures as ASGI responses.
+"""JSON documents and errors as ASGI responses.
 
-A failure is OpenAI's error body, `{"error": {message, type, param, code}}`, with one field more:
-`retryable` says whether the same request may succeed later. `baton.rpc.errors` describes failures
-of requests; `HttpError` is a failure of the HTTP exchange itself.
+An error is OpenAI's error body, `{"error": {message, type, param, code}}`, with one additional
+field: `retryable` says whether the same request may succeed later. `baton.rpc.errors` describes
+failures of requests; `HttpError` is a failure of the HTTP exchange itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def send_json(
 async def send_parts(
     send: Send, parts: Sequence[bytes], headers: Sequence[Header] = (), status: int = 200
 ) -> None:
-    """A JSON document that was written in parts, as one response."""
+    """Sends a JSON document that was written in parts as one response."""
     head = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % sum(map(len, parts))),
@@ -50,7 +50,7 @@ async def send_parts(
 
 
 class HttpError(Exception):
-    """A failure of the HTTP exchange itself, before any core Request exists."""
+    """A failure of the HTTP exchange itself, before a core Request exists."""
 
     def __init__(self, status: int, message: str, *, code: str):
         super().__init__(message)
@@ -73,12 +73,12 @@ def error_document(error: BatonError | HttpError) -> Json:
 async def send_error(send: Send, error: Failure, request_id: str) -> None:
     headers: list[Header] = [(b"x-request-id", request_id.encode())]
     if isinstance(error, HTTPException):
-        # Raised by the router of paths.
+        # Raised by Starlette's router.
         if allow := (error.headers or {}).get("Allow"):
             headers.append((b"allow", allow.encode()))
         error = METHOD_NOT_ALLOWED if error.status_code == 405 else NO_SUCH_ROUTE
     elif isinstance(error, HttpError | Unauthenticated):
-        # The body was not read, or not to its end.
+        # The body was not read to its end.
         headers.append((b"connection", b"close"))
     if isinstance(error, Unauthenticated):
         headers.append((b"www-authenticate", b"Bearer"))

@@ -1,10 +1,10 @@
-"""The JSON bodies of the HTTP API as types, and how bytes become them.
+"""The JSON bodies of the HTTP API as types, and their decoding.
 
-This is the one definition of each body: the decoder, the names in errors and the OpenAPI document
-follow from it. An attribute is named as core names the same thing; `name=` is the client's name
-where it differs. A field is here exactly when it is applied. `REFUSED` names parameters that would
-change the answer but are not offered, so that they are an error rather than silently without
-effect. All others are accepted without effect and named in a response header.
+This is the only definition of each body: the decoder, the names in errors and the OpenAPI document
+are derived from it. An attribute is named as in core; `name=` is the client's name where it
+differs. A field exists here exactly when it is applied. `REFUSED` names parameters that would
+change the answer but are not supported, so that they are an error instead of being ignored. All
+others are accepted without effect and named in a response header.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.core.errors import InvalidArgument
 
 
 def _null() -> msgspec.Raw:
-    """A function, since msgspec cannot write a default of type Raw into a JSON schema."""
+    """A function, because msgspec cannot write a default of type Raw into a JSON schema."""
     return msgspec.Raw(b"null")
 
 
@@ -264,7 +264,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
 
 
 def client_names(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Field names of core to those of a body, where they differ."""
+    """Returns core's field names to those of a body, where they differ."""
     pairs = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
     return {ours: theirs for ours, theirs in pairs if ours != theirs}
 
@@ -285,7 +285,7 @@ def _mismatch(report: str) -> InvalidArgument:
 
 
 def _malformed(text: str) -> InvalidArgument:
-    """Names the field that has NaN or an infinity: these are no JSON, yet clients send them."""
+    """Names the field that has NaN or an infinity, which are not JSON but which clients send."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

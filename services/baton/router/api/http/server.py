@@ -1,10 +1,10 @@
-"""Listens for HTTP inside the running event loop: granian, and what it leaves to others.
+"""Serves HTTP inside the running event loop, with granian and additions to it.
 
 granian (hyper) parses HTTP/1.1 and HTTP/2, speaks TLS and bounds what it reads. `Edge` wraps the
-application: a request has one valid Host and a body that is framed in one way and arrives in time;
-an address has so many connections; an answer announces that it is its connection's last; and a
-request that is cut off in its middle is answered with a client's error. `Connections` ends
-connections that exceed their limits. No private name of granian's is used (decision 036).
+application: a request has one valid Host and a body that is framed unambiguously and arrives in
+time; connections per address are limited; an answer announces that it is its connection's last; and
+a truncated request gets a client error. `Connections` ends connections that exceed their limits. No
+private name of granian's is used (decision 036).
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ log = logging.getLogger(__name__)
 _FIELD = "http_listen"
 _BACKLOG = 1024
 START_S = 10.0
-"""A bound: the server listens a few milliseconds after it is started."""
+"""Upper bound; the server listens a few milliseconds after its start."""
 FLUSH_S = 1.0
 """How long the last bytes may take to reach the clients."""
 THREADS_S = 1.0
-"""A bound: its threads end within a millisecond or so after it."""
+"""Upper bound; the server's threads end about a millisecond after it."""
 END_S = 5.0
-"""A bound: the server ends at once when all its connections have."""
+"""Upper bound; the server ends as soon as all its connections have."""
 SEND_BUFFER_BYTES = 64 << 10
-"""What the server keeps of one HTTP/2 stream's answer that its client has no room for."""
+"""Bytes of one HTTP/2 stream's answer that the server buffers for a slow client."""
 WINDOW_BYTES = 256 << 10
-"""What an HTTP/2 client may send ahead of what the application has read."""
+"""Bytes that an HTTP/2 client may send ahead of the application."""
 _LOGGING = {
-    # Changes levels and nothing else: anything more would close every handler of the process.
+    # Changes only levels; otherwise logging would close every handler of the process.
     "incremental": True,
     "formatters": {},
     "handlers": {},
@@ -76,7 +76,7 @@ _HOST = re.compile(
 
 
 class Edge:
-    """Wraps an application that answers every HttpError which it meets in `receive`."""
+    """Wraps an application that answers every HttpError that `receive` raises."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, connections: Connections) -> None:
         self._app = app
@@ -85,7 +85,7 @@ class Edge:
         self._now = asyncio.get_running_loop().time
         self._running: set[asyncio.Task[Any]] = set()
         self._abandoned: set[asyncio.Task[Any]] = set()
-        """Cancelled here."""
+        """Tasks that were cancelled here."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -106,10 +106,10 @@ class Edge:
             else:
                 await self._app(scope, self._receiver(receive), sending)
                 if not exchange.started:
-                    # The body broke off, or was none. The server would call it its own failure.
+                    # The body was truncated or invalid. The server would report its own failure.
                     await send_json(sending, 400, BROKEN_BODY.body(), [] if http2 else [_CLOSE])
         except asyncio.CancelledError:
-            # Not a failure to the server, which would log it as one.
+            # Returns normally, because the server would log a cancellation as a failure.
             if task not in self._abandoned:
                 raise
         finally:
@@ -118,7 +118,7 @@ class Edge:
             self._connections.end(connection, exchange)
 
     async def finish(self, grace_s: float) -> None:
-        """Lets running requests end for so long, and cancels the others."""
+        """Lets running requests end for this many seconds, then cancels the others."""
         if self._running and grace_s > 0:
             await asyncio.wait(set(self._running), timeout=grace_s)
         left = set(self._running)
@@ -134,7 +134,7 @@ class Edge:
 
     def _refusal(self, scope: Scope, connection: Connection) -> HttpError | None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        # Only HTTP/1.0 may leave it out.
+        # Only HTTP/1.0 allows a request without Host.
         if len(hosts) > 1 or not ((hosts and hosts[0]) or scope["http_version"] == "1.0"):
             return BAD_HOST
         if hosts and hosts[0] and not _HOST.fullmatch(hosts[0]):
@@ -145,12 +145,13 @@ class Edge:
         return TOO_MANY_OF_YOURS if self._connections.too_many(connection) else None
 
     def _sender(self, send: Send, connection: Connection, exchange: Exchange) -> Send:
-        """Announces the last answer of a connection, and notes since when a part is being sent."""
+        """Wraps `send`: announces the last answer of a connection, and records since when a part is
+        being sent."""
 
         async def send_part(message: Any) -> None:
             if message["type"] == "http.response.start":
                 exchange.started = True
-                # HTTP/2 has no such header: its connections end when they are idle.
+                # HTTP/2 has no such header; its connections end when they are idle.
                 if not connection.http2:
                     if self._connections.is_last(connection) and _CLOSE not in message["headers"]:
                         message["headers"] = [*message["headers"], _CLOSE]
@@ -166,7 +167,7 @@ class Edge:
         return send_part
 
     def _receiver(self, receive: Receive) -> Receive:
-        """Raises BODY_TOO_SLOW when too little has come for the time that it took."""
+        """Wraps `receive`: raises BODY_TOO_SLOW when the body arrives too slowly."""
         limits = self._limits
         began, received, complete = self._now(), 0, False
 
@@ -199,7 +200,7 @@ class HttpServer:
         certificates: Certificates | None,
     ) -> None:
         self.address = join(host, port)
-        """As bound, with the real port where 0 was given."""
+        """The bound address, with the real port where 0 was given."""
         self._host, self._port = host, port
         self._limits = limits
         self._certificates = certificates
@@ -207,9 +208,10 @@ class HttpServer:
         self._connections = Connections(host, port, limits, asyncio.get_running_loop().time)
         self._edge = Edge(app, limits, self._connections)
         self._serving: list[tuple[Server, asyncio.Task[None]]] = []
-        """The last one takes connections; those before it, of older certificates, end theirs."""
+        """The last one accepts connections; earlier ones, with older certificates, finish theirs.
+        """
         self._threads: set[str] = set()
-        """What began as a server started: its threads, and maybe others."""
+        """Thread ids that appeared while a server started: its threads, and possibly others."""
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -218,21 +220,21 @@ class HttpServer:
         return len(self._connections)
 
     async def start(self) -> None:
-        """Returns when connections are taken."""
+        """Returns when connections are accepted."""
         await self._start_serving()
         self._looking = asyncio.create_task(self._look())
 
     def leave(self) -> None:
-        """From now on every answer is its connection's last. Connections are still taken.
+        """From now on every answer is its connection's last. Connections are still accepted.
 
-        An answer that has begun already cannot announce it: its connection waits for another
-        request, which may be on its way as the answer ends. HTTP/2 has no such header: its
-        connections end when they are idle.
+        An answer that has begun cannot announce it: its connection waits for another request, which
+        may be on its way as the answer ends. HTTP/2 has no such header: its connections end when
+        they are idle.
         """
         self._connections.leaving = True
 
     def end_idle(self) -> None:
-        """Connections without a request end, the others with the answer they are at."""
+        """Connections without a request end now, the others with their current answer."""
         self._connections.leaving = True
         self._connections.end_idle()
 
@@ -278,8 +280,8 @@ class HttpServer:
             task.cancel()
         await asyncio.gather(*(task for _, task in self._serving), return_exceptions=True)
         self._serving.clear()
-        # The server reports its end a moment before its threads release Python's objects.
-        # An interpreter that ends in that moment takes the process with it (SIGABRT).
+        # The server reports its end shortly before its threads release Python objects. An
+        # interpreter that exits in that moment aborts (SIGABRT).
         until = loop.time() + THREADS_S
         while self._threads & _threads() and loop.time() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -307,8 +309,8 @@ class HttpServer:
             backlog=_BACKLOG,
             backpressure=limits.max_connections,
             http1_settings=HTTP1Settings(
-                # One clock for a head and for the time between requests; `Connections` is stricter
-                # with a head that has begun.
+                # granian has one timer for a head and for the time between requests; `Connections`
+                # is stricter with a head that has begun.
                 header_read_timeout=max(1, round(limits.keep_alive_s * 1000)),
                 max_buffer_size=limits.max_head_bytes,
             ),
@@ -334,7 +336,8 @@ class HttpServer:
                 log.exception("looking after HTTP connections failed")
 
     async def _follow_certificates(self) -> None:
-        """New files serve new connections: another server beside the one that ends its own."""
+        """Starts another server with changed certificates for new connections, beside the one that
+        finishes its own."""
         if self._certificates is None or self._certificates.current() is self._pems:
             return
         before = list(self._serving)
@@ -353,9 +356,9 @@ async def serve_http(
 ) -> HttpServer:
     """Serves app on listen ("host:port"; "[::1]:port"; port 0 takes a free one).
 
-    app: answers an HttpError that it meets in `receive`. certificates: speaks TLS 1.2 or later.
+    app: answers an HttpError that `receive` raises. certificates: speaks TLS 1.2 or later.
 
-    Raises PortInUse when something else listens there, InvalidArgument when listen is no address
+    Raises PortInUse when another process listens there, InvalidArgument when listen is no address
     of this machine; both name the field http_listen.
     """
     host, port = split(listen, _FIELD)
@@ -367,7 +370,8 @@ async def serve_http(
         )[0]
         with socket.socket(family, kind, protocol) as claim:
             # granian shares its port with any process that also sets SO_REUSEPORT. So the port is
-            # claimed alone first, and shared only with granian, which binds beside the claim.
+            # first claimed exclusively, and then shared only with granian, which binds beside the
+            # claim.
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             claim.bind(target)
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -380,7 +384,7 @@ async def serve_http(
 
 
 def _threads() -> set[str]:
-    """The system's ids of this process's threads, also those that Python does not know."""
+    """Returns the operating system's ids of this process's threads, including native ones."""
     try:
         return set(os.listdir("/proc/self/task"))
     except OSError:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: a prompt as tokens, and tokens as text, as in vLLM's API."""
+"""POST /tokenize and /detokenize, as in vLLM's API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.router.api.translation import in_client_words
 from baton.router.request.pipeline import Pipeline
 
 AT_ONCE = 4096
-"""Tokens that are written together."""
+"""Tokens that are written at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,10 @@ class Tokenizing:
         await send_parts(send, parts, headers)
 
     async def _tokens(self, request: Request, holding: Holding, with_names: bool) -> list[bytes]:
-        """An answer in parts, between which other tasks run: a long text has megabytes of it.
+        """Returns an answer in parts, between which other tasks run, because a long text yields
+        megabytes.
 
-        with_names: also the names of the tokens in the vocabulary.
+        with_names: also returns the names of the tokens in the vocabulary.
         """
         tokens, names = _JsonList(holding), _JsonList(holding)
         encoded, model = await self.pipeline.tokenize(
@@ -85,14 +86,14 @@ class Tokenizing:
 
 
 class _JsonList:
-    """The members of a JSON list, written some at a time into room of `holding`."""
+    """The members of a JSON list, written part by part into room of `holding`."""
 
     def __init__(self, holding: Holding) -> None:
         self.parts: list[bytes] = []
         self._holding = holding
 
     def add(self, values: Sequence[int] | Sequence[str]) -> None:
-        """Raises Refusal when there is no room for so much of an answer."""
+        """Raises Refusal when there is no room for the answer."""
         part = (b"," if self.parts else b"") + encode(values)[1:-1]
         self._holding.grow(len(part))
         self.parts.append(part)

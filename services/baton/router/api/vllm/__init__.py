@@ -1,8 +1,7 @@
-"""`vllm.grpc.engine.VllmEngine`, a foreign protocol: a whole Baton as one engine of a gateway.
+"""`vllm.grpc.engine.VllmEngine`: presents a whole Baton as one engine of a vLLM gateway.
 
 In: messages of the package smg-grpc-proto, an optional part of the installation (`baton[vllm]`).
-Out: core Requests; events as messages.
-This file alone may be imported without that package.
+Out: core Requests; events as messages. Only this file may be imported without that package.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from baton.rpc.server import Service
 
 
 def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Service:
-    """Ready to be given to a ProcessServer. Raises InvalidArgument naming the option at fault."""
+    """Returns the service for a ProcessServer. Raises InvalidArgument naming the option at
+    fault."""
     try:
         import smg_grpc_proto  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine.VllmEngine`, whose one engine is this Baton."""
+"""`vllm.grpc.engine.VllmEngine`, with this Baton as its one engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from baton.rpc.tracing import context_of
 SERVICE = "vllm.grpc.engine.VllmEngine"
 SERVER_TYPE = "baton"
 FIRST_TOKEN = "first_token"
-"""Where a grammar starts, in the protocol's words."""
+"""Where a grammar starts, in the protocol's terms."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -58,10 +58,10 @@ def _refusing(reason: str) -> Any:
 
 
 class VllmEngine(pb_grpc.VllmEngineServicer):
-    """One engine of one model. KV is that of all decode workers; running and waiting are the
-    requests of this router.
+    """One engine of one model. KV figures cover all decode workers; running and waiting requests
+    are those of this router.
 
-    A request ends when its call ends, for any reason, or by Abort, whose finish reason is "abort".
+    A request ends when its call ends, for any reason, or by Abort, with the finish reason "abort".
     """
 
     Embed = _refusing("Embeddings are not offered here.")
@@ -79,7 +79,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         *,
         stall_timeout_s: float,
     ) -> None:
-        """files: of the tokenizer, where the operator gave them."""
+        """files: the tokenizer's files, if the operator configured them."""
         self._pipeline = pipeline
         self._use = use
         self._files = files
@@ -88,14 +88,14 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         self._since = time.monotonic()
 
     def service(self) -> Service:
-        """For a ProcessServer."""
+        """Returns the service for a ProcessServer."""
         return Service(
             SERVICE, lambda server: pb_grpc.add_VllmEngineServicer_to_server(self, server)
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         tenant = caller(context)
-        # The message is in memory already: the room is for its encoding.
+        # The message is in memory already; the reserved room is for its encoding.
         holding = self._pipeline.receive(tenant, request.ByteSize())
         try:
             self._pipeline.turn_away(tenant, 0)
@@ -131,7 +131,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         except Aborted:
             await send(EngineAnswer(call).aborted())
             return
-        # Only now is the number of choices known to be valid.
+        # The number of choices is known to be valid only from here on.
         answer = EngineAnswer(call)
         try:
             handle.on_abort(stream.call_off)
@@ -140,7 +140,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
                     await send(answer.delta(event, stream.cached_tokens))
                 elif isinstance(event, Accepted):
                     answer.accepted(event)
-                    # What the protocol has no field for, under the names of the HTTP headers.
+                    # Values without a field in the protocol, under the names of the HTTP headers.
                     ids = (
                         ("x-baton-request-id", event.request_id),
                         ("x-baton-seed", str(event.seed)),
@@ -174,8 +174,8 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         model = self._model()
         config = self._files.model_config if self._files else {}
         architectures = config.get("architectures")
-        # A gateway that gets a path asks for the tokenizer here and looks in no folder of its own.
-        # So the path is given only where the tokenizer can be had.
+        # A gateway that gets a path fetches the tokenizer from here instead of a folder of its own.
+        # So the path is set only when the tokenizer is available.
         source = model.name if self._files else ""
         return pb.GetModelInfoResponse(
             model_path=source,
@@ -248,7 +248,8 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
             )
 
     def _check_single(self) -> None:
-        """Raises Unimplemented where requests would have to name a model: they cannot."""
+        """Raises Unimplemented when the router serves several models, because these requests cannot
+        name one."""
         if len(self._pipeline.models()) > 1:
             raise Unimplemented(
                 "This router serves several models, and this protocol names none: give the router "
@@ -256,7 +257,8 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
             )
 
     def _model(self) -> ModelDescription:
-        """The one that is served. Raises Unavailable while there is none, and Unimplemented."""
+        """Returns the model that is served. Raises Unavailable when there is none, and
+        Unimplemented."""
         self._check_single()
         for model in self._pipeline.models():
             return model
@@ -264,7 +266,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
 
 
 class Aborted(Exception):
-    """A call of Abort has ended what was awaited."""
+    """An Abort call has ended what was awaited."""
 
 
 class CallHandle:
@@ -280,7 +282,8 @@ class CallHandle:
             self._call_off()
 
     def on_abort(self, call_off: Callable[[], None]) -> None:
-        """call_off: called at the abort, at once after one. It must not wait."""
+        """Registers a function that is called on abort, immediately if already aborted. It must not
+        block."""
         self._call_off = call_off
         if self.aborted:
             call_off()
@@ -304,10 +307,10 @@ class CallHandle:
 
 
 class RunningCalls:
-    """The requests that run now, by the names that their callers gave them.
+    """The running requests by the ids that their callers gave them.
 
-    A name is its caller's own: nobody aborts a request of another tenant. Several requests may have
-    one name at a time; an abort ends all of them.
+    Ids are scoped by tenant, so a tenant cannot abort another's request. Several requests may share
+    an id; an abort ends all of them.
     """
 
     def __init__(self) -> None:
@@ -318,7 +321,7 @@ class RunningCalls:
 
     @contextmanager
     def entered(self, tenant: str, request_id: str) -> Iterator[CallHandle]:
-        """A request runs as long as the block."""
+        """Registers a request for the duration of the block."""
         key, handle = (tenant, request_id), CallHandle()
         self._handles.setdefault(key, set()).add(handle)
         try:
@@ -330,27 +333,27 @@ class RunningCalls:
                 del self._handles[key]
 
     def abort(self, tenant: str, request_ids: Iterable[str]) -> None:
-        """Unknown names are those of requests that have ended."""
+        """Aborts requests. Unknown ids belong to requests that have ended."""
         for request_id in request_ids:
             for handle in list(self._handles.get((tenant, request_id), ())):
                 handle.abort()
 
 
 MORE_FILES = ("config.json", "generation_config.json", "added_tokens.json", "chat_template.json")
-"""Files that a gateway needs beside those that Baton's own tokenizers read."""
+"""Files that a gateway needs in addition to those that Baton's tokenizers read."""
 
 CHUNK_BYTES = 1 << 16
 
 
 class TokenizerArchive:
-    """A zip archive of a tokenizer's files in one folder, made when it is first wanted."""
+    """A zip archive of a tokenizer's files in one folder, created when first needed."""
 
     def __init__(self, folder: Path, model_config: dict[str, Any]) -> None:
         self.model_config = model_config
-        """From config.json."""
+        """The content of config.json."""
         self._folder = folder
         self._packed: tuple[bytes, str, str] | None = None
-        """The archive, its sha256 in hex, and the tokenizer's digest; None before it is made."""
+        """The archive, its sha256 in hex, and the tokenizer's digest; None before it is created."""
         self._reading = asyncio.Lock()
 
     @classmethod
@@ -365,7 +368,7 @@ class TokenizerArchive:
             raise InvalidArgument(error.message, field="vllm_tokenizer") from None
 
     async def read(self, digest: str) -> tuple[bytes, str]:
-        """The archive and its sha256 in hex.
+        """Returns the archive and its sha256 in hex.
 
         digest: of the tokenizer that is served. Raises Unavailable when the folder has another
         tokenizer, whose ids would have other meanings.
@@ -380,7 +383,7 @@ class TokenizerArchive:
 
 
 def _pack(folder: Path) -> tuple[bytes, str, str]:
-    """The same bytes whenever the files are the same."""
+    """Packs the files; equal files give equal bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in (*FILES, *MORE_FILES):

@@ -1,11 +1,11 @@
-"""`GenerateRequest` to a core Request, and a request's events to messages.
+"""Converts `GenerateRequest` to a core Request, and a request's events to messages.
 
-A request that sets a field which is not named here is refused, since it could not be applied. The
-protocol writes most of its defaults as zero, so zero means the default here, too.
+A request with a field that is not listed here is refused, because it could not be applied. The
+protocol represents most defaults as zero, so zero means the default here, too.
 
-A stream has one chunk for whatever is new of a choice, and the chunk counts the new tokens only.
-Every choice ends with a `complete`, which has all tokens and counts them all; of log-probabilities
-it has those that were in no chunk.
+A stream has one chunk for what is new of a choice, which counts the new tokens only. Every choice
+ends with a `complete`, which has all tokens and counts them all; it has only those
+log-probabilities that no chunk had.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CORE_NAMES = {
     "include_stop_str_in_output": "include_stop_string",
     "logprobs": "top_logprobs",
 }
-"""Names of the protocol's sampling parameters to core's, where they differ."""
+"""The protocol's sampling parameter names to core's, where they differ."""
 _REQUEST_NAMES = {field.name for field in fields(Request)}
 _SAMPLING_NAMES = {field.name for field in fields(SamplingParams)} - {"seed"}
 
@@ -64,13 +64,13 @@ SAMPLING_FIELDS = frozenset(
     {
         *_COPIED,
         *("json_schema", "regex", "grammar", "json_object", "choice"),
-        # It concerns text, and only ids are in answers.
+        # It concerns text, and answers have only ids.
         "spaces_between_special_tokens",
-        # A grammar never starts elsewhere.
+        # A grammar always starts at the first token.
         "grammar_from_first_token",
     }
 )
-"""Fields that are applied, or that change nothing of token ids."""
+"""Fields that are applied, or that do not affect token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class EngineCall:
 
     request: Request
     request_id: str
-    """The gateway's name for it, by which it can abort it."""
+    """The gateway's id of the request, used for Abort."""
     stream: bool
-    """Whether tokens are sent as they come."""
+    """Whether tokens are streamed."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Core's field names to the protocol's, where they differ."""
 
@@ -127,7 +127,7 @@ def _only(message: Message, known: Set[str], prefix: str) -> None:
 
 
 def _prompt(message: pb.GenerateRequest) -> tuple[Prompt, str]:
-    """And the name of its field."""
+    """Returns the prompt and the name of its field."""
     match message.WhichOneof("input"):
         case "text":
             return TextPrompt(message.text), "text"
@@ -138,7 +138,7 @@ def _prompt(message: pb.GenerateRequest) -> tuple[Prompt, str]:
 
 
 def _grammar(params: pb.SamplingParams) -> tuple[Grammar | None, str]:
-    """What every choice has to match, and the name of the field that it comes from."""
+    """Returns the grammar for every choice, and the name of the field that it comes from."""
     name = params.WhichOneof("constraint")
     field = f"sampling_params.{name}"
     match name:
@@ -164,7 +164,7 @@ REASONS = {
 
 
 class EngineAnswer:
-    """Makes the messages of one request from its events. The first event goes to `accepted`."""
+    """Builds the messages of one request from its events. The first event goes to `accepted`."""
 
     def __init__(self, call: EngineCall) -> None:
         self._stream = call.stream
@@ -201,7 +201,7 @@ class EngineAnswer:
             yield self._complete(choice, REASONS[delta.finish_reason], cached_tokens, delta)
 
     def aborted(self, cached_tokens: int = 0) -> Iterator[pb.GenerateResponse]:
-        """Of the choices that have not ended."""
+        """Returns the final messages of the choices that have not ended."""
         for each in self._choices:
             if not each.ended:
                 yield self._complete(each, "abort", cached_tokens)
@@ -238,7 +238,7 @@ class _Choice:
         self.prompt_logprobs: pb.InputLogProbs | None = None
 
     def take_prompt_logprobs(self) -> pb.InputLogProbs | None:
-        """Once: they go with a choice's first message."""
+        """Returns them once, because they go with a choice's first message."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs
 
@@ -252,7 +252,7 @@ def _of_output(entries: Sequence[TokenLogprobs], tops: bool) -> pb.OutputLogProb
 
 
 def _of_prompt(entries: Sequence[TokenLogprobs], tops: bool) -> pb.InputLogProbs:
-    """The first token has none: nothing comes before it."""
+    """The first token has no log-probability, because no token precedes it."""
     numbers = [pb.InputTokenLogProb(value=entry.token.logprob) for entry in entries[1:]]
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *numbers],
