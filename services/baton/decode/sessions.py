@@ -133,7 +133,7 @@ class RouterSession:
         self._wake.set()
 
     def failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
-        """Queues the failure of choices of an attempt; without any: of all."""
+        """Queues the failure of choices of an attempt."""
         choices = tuple(choices)
         for choice in choices:
             self.forget(SequenceKey(key.request_id, choice, key.attempt))

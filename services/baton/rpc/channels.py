@@ -33,7 +33,7 @@ _CLIENT: Arguments = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Peers are reached directly, even if the environment names a proxy.
     ("grpc.enable_http_proxy", 0),
-    # Channels objects do not share connections, and so neither their back-off.
+    # Each Channels has its own connections, and so its own reconnect back-off.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

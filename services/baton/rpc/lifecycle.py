@@ -111,8 +111,8 @@ async def run_until_stopped(
 def exit_at_once(code: int) -> None:
     """Ends the process without teardown: it runs no destructor and waits for no thread.
 
-    For a process whose memory a peer may still write to (RDMA): the library's destructors would
-    unregister that memory or close the connection during the write.
+    For a process whose memory a transfer may still write to: the transport's destructors would free
+    that memory, or close the peer's connection, during the write.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -193,7 +193,7 @@ def die_with_parent() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the line above.
+    # prctl has no effect if the parent died before it.
     if os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.platform != "linux":

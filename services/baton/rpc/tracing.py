@@ -37,6 +37,8 @@ ERROR."""
 
 
 class Kind(Enum):
+    """The kind of a span, as in OpenTelemetry."""
+
     SERVER = 1
     """Answers a call from another process."""
     CLIENT = 2

@@ -215,6 +215,8 @@ Change = Callable[[str, str], str]
 
 
 class Rendered(NamedTuple):
+    """A rendered conversation."""
+
     text: str
     own: list[Span] | None = None
     """Where the text has control tokens that the template wrote; None: all are the template's."""

@@ -34,6 +34,8 @@ from baton.tokenizer.renderers import Renderers, Setup, chat_size
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
+    """The tokenizer of a model's folder."""
+
     tokenizer: Tokenizer
     special_tokens: Mapping[str, str]
     """Text by name, as chat templates receive them."""

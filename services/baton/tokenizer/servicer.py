@@ -108,7 +108,7 @@ class BatchExecutor:
         for waiting in (self._short, self._long):
             while waiting and waiting[0].done.done():
                 waiting.popleft()
-        # Short jobs go first, except before one long job, so that neither kind starves.
+        # One long job may always run, and more only while no short ones wait: neither kind starves.
         if self._long and (
             not self._running_long or (not self._short and self._running_long < self._threads - 1)
         ):
