@@ -1,5 +1,4 @@
-"""What the router counts and records of requests, and under which names.
+"""The metrics, traces and records of the router's requests.
 
-In: what requests do.
-Out: metrics, traces, usage records.
+In: events of requests. Out: metrics, traces, usage records.
 """

@@ -1,8 +1,8 @@
-"""What a scrape reads of a router: its requests, its workers, and how many workers it would want.
+"""The gauges of a router: its requests, its workers, and the number of workers that it wants.
 
-Gauges are read from a callable at every scrape, so that they are never out of date. Running and
-waiting requests are this router's own: whoever adds up routers counts each request once. What
-workers report is of all routers' work.
+Gauges are read from a callable at every scrape, so they are never outdated. Running and waiting
+requests are this router's own, so a sum over routers counts each request once. Workers report the
+work of all routers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ Readers = dict[Spec, GaugeReader]
 
 
 class RouterUse:
-    """What a router's requests and its decode workers do now. Counters are by name of the model."""
+    """The current work of a router's requests and of its decode workers. Counters are by model
+    name."""
 
     def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
         self._pipeline = pipeline
@@ -146,14 +147,14 @@ def watch(
 
 
 def leaks(num_requests: int, held: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-    """What requests hold, by kind, which is a leak where there are none. For a moment after the
-    last request this may see what is just being freed."""
+    """Returns what requests hold, by kind, when there are no requests, which is a leak. Just after
+    the last request it may include what is being freed."""
     return {(kind,): 0 if num_requests else number for kind, number in held.items()}
 
 
 def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
-    """A router's own load and its decode pool's memory under vLLM's names. KV is that of all decode
-    workers: every router uses them all."""
+    """Returns a router's own load and its decode pool's memory under vLLM's names. KV covers all
+    decode workers, because every router uses them all."""
     use = RouterUse(pipeline, fleet)
 
     def by_model(counted: Counter[str]) -> dict[tuple[str, ...], float]:
@@ -182,10 +183,10 @@ def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
 
 
 MOST = 1000
-"""Stands for more workers than anybody has: whoever scales has bounds of its own."""
+"""More workers than any fleet has; autoscalers have bounds of their own."""
 
 PROMPT = 1024
-"""Tokens of the prompt by which a token's share of a worker's time is measured."""
+"""Prompt tokens from which the time per token is computed."""
 
 Snapshots = Callable[[], Sequence[WorkerSnapshot]]
 
@@ -197,12 +198,12 @@ def pool_targets(
     metrics: RouterMetrics,
     replicas: Replicas,
 ) -> PoolTargets:
-    """The targets by which `baton_pool_target_workers` is measured."""
+    """Returns the targets for `baton_pool_target_workers`."""
     policy = ScalingPolicy(
         config.target_first_token_ms / 1000,
         config.target_between_tokens_ms / 1000,
         lead_s=config.target_startup_s,
-        # Whoever scales by it keeps a pool's past needs itself.
+        # The autoscaler keeps a pool's past needs itself.
         hold_s=0.0,
     )
     return PoolTargets(
@@ -217,14 +218,11 @@ def pool_targets(
 
 
 class PoolTargets:
-    """How many workers of each pool `ScalingRule` asks for, by what this router sees.
+    """The workers of each pool that `ScalingRule` wants, from what this router sees.
 
-    It starts and stops none: that is up to whoever reads it (an HPA, KEDA). It looks whenever it is
-    read, so it must be read regularly to see growth. Every other router is taken to receive, and to
-    have waiting, as much as this one; what workers hold is in their reports.
-
-    waiting: input tokens of each attempt that waits here. arrived: prompt tokens so far. routers:
-    that are live. now: in seconds, never going back.
+    It starts and stops no worker; an autoscaler (an HPA, KEDA) does. It samples whenever it is
+    read, so it must be read regularly to see growth. Every other router is assumed to receive, and
+    to have waiting, as much as this one; workers report what they hold.
     """
 
     def __init__(
@@ -237,6 +235,8 @@ class PoolTargets:
         routers: Callable[[], int],
         now: Callable[[], float],
     ) -> None:
+        """waiting: input tokens of each attempt that waits here. arrived: prompt tokens so far.
+        routers: the number of live routers. now: in seconds, monotonic."""
         self._rule = ScalingRule(policy, Bounds(0, MOST), Bounds(1, MOST))
         self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
         self._arrived, self._routers, self._now = arrived, routers, now
@@ -244,10 +244,10 @@ class PoolTargets:
         self._arrived_s = 0.0
 
     def read(self) -> dict[tuple[str, ...], float]:
-        """By pool; without those of which nothing is known yet."""
+        """Returns the targets by pool, without pools about which nothing is known yet."""
         now, prefills, decodes = self._now(), self._prefills(), self._decodes()
         found: dict[tuple[str, ...], float] = {}
-        # With no prefill worker there is still somebody who knows how long prompts take.
+        # Without a prefill worker, decode workers know how long prompts take.
         speed = _speed(prefills) or _speed(decodes)
         if speed is not None:
             found["prefill",] = float(self._rule.prefill(now, self._prefill(prefills, speed)))
@@ -267,14 +267,14 @@ class PoolTargets:
 
 
 def _speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed | None:
-    """Of a worker in the middle."""
+    """Returns the speed of the median worker."""
     known = [one.load.speed for one in workers if one.load.speed.prefills]
     known.sort(key=lambda speed: speed.queue_s(PROMPT, 1))
     return known[len(known) // 2] if known else None
 
 
 def _decode(workers: Sequence[WorkerSnapshot]) -> DecodeSignals:
-    """What all hold, and a worker in the middle."""
+    """Returns the total that all workers hold, and the median worker."""
     known = sorted((one.load.speed for one in workers), key=lambda speed: speed.step_s)
     return DecodeSignals(
         sum(one.load.running_sequences + one.load.waiting_sequences for one in workers),

@@ -1,10 +1,10 @@
-"""What a router counts of its requests; what it holds now is in `gauges`.
+"""Counters of a router's requests; `gauges` has what it holds now.
 
-Of tenants there is a label for each that called, as the file of API keys names it, and one for all
-others: callers choose no label. Requests are counted under Baton's names, and where an operator
-wants it under vLLM's, for dashboards made for it, and under those of OpenTelemetry's GenAI
-conventions. Prometheus writes their dots as underscores and a unit behind the name; the conventions
-still change, and every name of them that is a metric's is in this file.
+Tenant labels are the names from the file of API keys, and one label for all other callers, so
+callers cannot choose labels. Requests are counted under Baton's names and, if the operator wants
+it, also under vLLM's, for existing dashboards, and under those of OpenTelemetry's GenAI
+conventions. Prometheus replaces their dots by underscores and appends the unit. The conventions
+still change, and all of their metric names are in this file.
 """
 
 from __future__ import annotations
@@ -110,22 +110,22 @@ PREDICTIONS = Spec(
 
 MAX_TENANTS = 256
 OTHER_TENANTS = "(other)"
-"""No name that a tenant can have: for callers of a router without keys, and for tenants beyond
+"""A name that no tenant can have: for callers of a router without keys, and for tenants beyond
 MAX_TENANTS."""
 
 
 class RouterMetrics:
-    """One per router process."""
+    """The metrics of one router process."""
 
     def __init__(
         self, registry: CollectorRegistry = REGISTRY, *, gen_ai: bool = False, vllm: bool = False
     ) -> None:
-        """gen_ai, vllm: measures requests under OpenTelemetry's or vLLM's names too."""
+        """gen_ai, vllm: also records requests under OpenTelemetry's or vLLM's names."""
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)
-        """By name of the model."""
+        """By model name."""
         self.num_prompt_tokens = 0
         """Of accepted requests, so far."""
         self._refusals = counter(REFUSALS, registry)
@@ -152,7 +152,7 @@ class RouterMetrics:
         self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
 
     def accepted(self, tenant: Tenant, model: str, prompt_tokens: int) -> None:
-        """A request's prompt is encoded and let in."""
+        """A request's prompt is encoded and admitted."""
         if self._vllm is not None:
             self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
         self._prompt_tokens.inc(prompt_tokens)
@@ -160,12 +160,12 @@ class RouterMetrics:
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
 
     def first_token(self, tenant: Tenant, seconds: float) -> None:
-        """A client gets its first text, so long after its request arrived."""
+        """A client gets its first text, this many seconds after its request arrived."""
         self._first_token.observe(seconds)
         self._tenant_first_token.labels(self._label(tenant)).observe(seconds)
 
     def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:
-        """An attempt's first token came so long after its start."""
+        """An attempt's first token arrived, took_s after its start."""
         if first_token_s > 0.0:
             self._predictions.labels("remote" if remotely else "local").observe(
                 took_s / first_token_s
@@ -180,13 +180,13 @@ class RouterMetrics:
         (self._migrations if position else self._retries).inc()
 
     def ended(self, error: BaseException | None, tenant: Tenant) -> None:
-        """A request ended: well, by a failure of ours, or because its client left."""
+        """A request ended: normally, by an error, or because its client left."""
         outcome = outcome_of(error)
         self._requests.labels(outcome).inc()
         self._tenant_requests.labels(self._label(tenant), outcome).inc()
 
     def spent(self, tenant: Tenant, times: StageTimes, output_tokens: int) -> None:
-        """What a request that was let in came to."""
+        """Records the output tokens and the stage times of an admitted request."""
         self._tenant_tokens.labels(self._label(tenant), "output").inc(output_tokens)
         for stage, seconds in times.spent().items():
             if seconds > 0.0:
@@ -200,8 +200,8 @@ class RouterMetrics:
         times: StageTimes,
         logs: Sequence[TokenLog] = (),
     ) -> None:
-        """A request is over, whether it was let in or not. model: the one that ran it, or "": what
-        a client asked for may be any text. logs: of its choices."""
+        """A request is over, whether it was admitted or not. model: the one that ran it, or "",
+        because the client's model name may be any text. logs: of its choices."""
         if self._gen_ai is not None:
             self._gen_ai.over(request, model, error, times, logs)
         if self._vllm is not None and model:
@@ -217,12 +217,13 @@ class RouterMetrics:
 
 
 class _VllmMetrics:
-    """Requests under vLLM's names: on routers alone, so that adding up pods counts each once."""
+    """Requests under vLLM's names. Only routers have them, so that a sum over pods counts each
+    once."""
 
     def __init__(
         self, between_tokens: defaultdict[str, Durations], registry: CollectorRegistry
     ) -> None:
-        """between_tokens: times between tokens by model, which are kept anyway."""
+        """between_tokens: times between tokens by model, which are recorded in any case."""
         self.prompt_tokens = counter(metrics.VLLM_PROMPT_TOKENS, registry)
         self._first_token = histogram(metrics.VLLM_FIRST_TOKEN, registry)
         self._request = histogram(metrics.VLLM_REQUEST_TIME, registry)
@@ -283,20 +284,20 @@ class _GenAiMetrics:
 
 
 def _per_token_s(times: StageTimes, logs: Sequence[TokenLog]) -> float | None:
-    """Mean time of each token behind the first, of the longest choice."""
+    """Returns the mean seconds per token after the first, of the longest choice."""
     longest = max(map(len, logs), default=0)
     return (times.total_s - times.first_token_s) / (longest - 1) if longest > 1 else None
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """How a request ended, as metrics name it."""
+    """Returns the outcome of a request, as metrics name it."""
     if error is None:
         return "finished"
     return error.reason.name.lower() if isinstance(error, BatonError) else "cancelled"
 
 
 class TenantBlind(Collector):
-    """A registry as strangers may see it: all of its metrics but those with a tenant's name."""
+    """A registry for untrusted readers: all of its metrics except those with a tenant's name."""
 
     def __init__(self, registry: Collector) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""What a router remembers of its requests, and the usage log that bills them."""
+"""The history of a router's requests, and the usage log for billing."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from baton.router.observe.stage_timer import StageTimer
 from baton.rpc.metrics import REGISTRY, Spec, counter
 
 MAX_HISTORY_BYTES = 32 << 20
-"""What all remembered requests may take together."""
+"""Most bytes of all kept records together."""
 
 
 class RequestHistory:
-    """What one router remembers of its requests.
+    """The records of one router's requests.
 
-    Running requests are bounded by admission. Those that are over are kept in a ring with a bound
-    in count and in bytes: the oldest one goes first. max_requests: that are over; 0: none is
-    remembered at all, not while it runs either.
+    Admission bounds the running requests. Records of finished requests are kept in a ring that is
+    bounded in count and in bytes, oldest dropped first.
     """
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
+        """max_requests: finished requests to keep; 0: no record is kept, not even while a request
+        runs."""
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._running: dict[str, RequestRecord] = {}
@@ -48,7 +49,7 @@ class RequestHistory:
 
     @property
     def kept_bytes(self) -> int:
-        """Of those that are over."""
+        """Bytes of the records of finished requests."""
         return self._bytes
 
     def begin(self, record: RequestRecord) -> None:
@@ -56,7 +57,7 @@ class RequestHistory:
             self._running[record.request_id] = record
 
     def end(self, record: RequestRecord) -> None:
-        """It is over, and will not change any more."""
+        """The request is over, and its record final."""
         if self._running.pop(record.request_id, None) is None:
             return
         self._over[record.request_id] = record
@@ -66,8 +67,9 @@ class RequestHistory:
             self._bytes -= oldest.size
 
     def find(self, request_id: str, tenant: str | None) -> RequestRecord:
-        """tenant: whose it has to be; None: anybody's. Raises NotFound, of another tenant's request
-        as of one that never was: nobody learns which ids others have."""
+        """Returns a record. tenant: its required tenant; None: any. Raises NotFound, in the same
+        way for another tenant's request as for an unknown one, so that ids of others cannot be
+        probed."""
         record = self._running.get(request_id) or self._over.get(request_id)
         if record is None or tenant not in (None, record.tenant):
             raise NotFound("This router remembers no such request of yours.", field="request_id")
@@ -75,21 +77,23 @@ class RequestHistory:
 
 
 class UsageSink(Protocol):
-    """Takes a record of each request that was let in and is over. Returns at once."""
+    """Takes the record of each finished request that was admitted. Does not block."""
 
     def over(self, record: RequestRecord) -> None: ...
 
 
 class Records:
-    """One per router. usage: None: nobody bills. Requests that are not let in leave no record."""
+    """The history of one router and its usage log. Requests that are not admitted leave no
+    record."""
 
     def __init__(self, config: RouterConfig, usage: UsageSink | None = None) -> None:
+        """usage: None: no usage log."""
         self._config = config
         self._usage = usage
         self.history = RequestHistory(config.num_remembered, MAX_HISTORY_BYTES)
 
     def begin(self, request: Request, request_id: str, stages: StageTimer) -> None:
-        """A request was let in; from now on its stages tell its record too."""
+        """A request was admitted. From now on its stages update its record."""
         if self._usage is None and not self._config.num_remembered:
             return
         stages.record = RequestRecord(
@@ -106,7 +110,7 @@ class Records:
         self.history.begin(stages.record)
 
     def end(self, stages: StageTimer) -> None:
-        """The request is over, and its stages know."""
+        """The request and its stages are over."""
         if stages.record is None:
             return
         self.history.end(stages.record)
@@ -114,7 +118,7 @@ class Records:
             self._usage.over(stages.record)
 
     def find(self, request_id: str, tenant: Tenant) -> RequestRecord:
-        """A tenant's own request, or an operator's any. Raises NotFound."""
+        """Returns a tenant's own request, or any for an operator. Raises NotFound."""
         return self.history.find(request_id, None if tenant.operator else tenant.name)
 
 
@@ -132,10 +136,11 @@ _encoder = msgspec.json.Encoder()
 
 
 def usage_line(record: RequestRecord, router: str) -> bytes:
-    """One line with its end, of a request that is over. router: the instance id that served it.
+    """Returns the line of a finished request, with its newline. router: the instance id that served
+    it.
 
-    Times are seconds. first_token_s is null for one that told no token, error for one that ended
-    well; finish_reasons has one entry a choice, null for one that was cut off.
+    Times are seconds. first_token_s is null without any token, error is null on success;
+    finish_reasons has one entry per choice, null for one that was cut off.
     """
     times = record.so_far(0.0)
     ended = datetime.fromtimestamp(record.arrived_at + times.total_s, UTC)
@@ -176,7 +181,7 @@ USAGE_FAILURES = Spec(
 
 STDOUT = "-"
 MAX_WAITING = 8192
-"""Lines, about 400 bytes each."""
+"""In lines of about 400 bytes each."""
 
 MAX_AT_ONCE = 512
 RETRY_S = 1.0
@@ -185,16 +190,14 @@ _MODE = 0o640
 
 
 class UsageLog:
-    """A JSON line for each request that is over; it never waits for the disk. Close it.
+    """Writes a JSON line for each finished request, and never waits for the disk. It must be
+    closed.
 
-    Lines go through a bounded queue to a thread that appends them. While the file cannot be written
-    the thread tries again every RETRY_S with the lines it has; when the queue is full, lines are
-    dropped and counted. The file may be renamed, removed, or copied and truncated to rotate it:
-    before each write the thread checks whether the path still leads to the open file, so no signal
+    Lines go through a bounded queue to a thread that appends them. While the file cannot be
+    written, the thread retries every RETRY_S with the lines it has; when the queue is full, lines
+    are dropped and counted. The file may be renamed, removed, or copied and truncated to rotate it:
+    before each write the thread checks whether the path still refers to the open file, so no signal
     is needed.
-
-    path: a file to append to, or "-" for standard output. router: named in each line.
-    Raises InvalidArgument naming the option `usage_log` when the file cannot be opened.
     """
 
     def __init__(
@@ -206,12 +209,14 @@ class UsageLog:
         retry_s: float = RETRY_S,
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
+        """path: a file to append to, or "-" for standard output. router: written in each line.
+        Raises InvalidArgument naming the option `usage_log` when the file cannot be opened."""
         self._path = path
         self._router = router
         self._retry_s = retry_s
         self._lines = counter(USAGE_LINES, registry)
         for outcome in ("written", "dropped"):
-            # A rate is seen from the first one on.
+            # So that the first increment already shows in a rate.
             self._lines.labels(outcome)
         self._failures = counter(USAGE_FAILURES, registry)
         self._waiting: queue.Queue[bytes | None] = queue.Queue(max_waiting)
@@ -225,7 +230,7 @@ class UsageLog:
         self._thread.start()
 
     def over(self, record: RequestRecord) -> None:
-        """Returns at once."""
+        """Queues the line of a finished request; does not block."""
         try:
             self._waiting.put_nowait(usage_line(record, self._router))
         except queue.Full:
@@ -237,8 +242,8 @@ class UsageLog:
             self._dropping = False
 
     def close(self) -> None:
-        """Writes what waits, for at most CLOSE_S; what is left then is dropped and counted. Takes
-        no more."""
+        """Writes what is queued, for at most CLOSE_S; drops and counts the rest. Accepts no more
+        lines."""
         self._closing.set()
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
@@ -268,7 +273,7 @@ class UsageLog:
             log.error("%d usage lines could not be written before the end", left)
 
     def _take(self) -> tuple[list[bytes], bool]:
-        """At least one line, unless there will be no more; and whether these are the last."""
+        """Returns at least one line, unless no more will follow, and whether these are the last."""
         found = [self._waiting.get()]
         while len(found) < MAX_AT_ONCE:
             try:
@@ -278,7 +283,7 @@ class UsageLog:
         return [line for line in found if line is not None], None in found
 
     def _write(self, text: bytes) -> bool:
-        """Tries until all of it is there; False when it is to be closed meanwhile."""
+        """Retries until all is written; returns False when the log is closed meanwhile."""
         done = 0
         while done < len(text):
             try:
@@ -308,7 +313,7 @@ class UsageLog:
         return os.open(self._path, flags, _MODE)
 
     def _moved(self) -> bool:
-        """Whether the path leads to another file by now, or to none."""
+        """Whether the path refers to another file by now, or to none."""
         if self._path == STDOUT:
             return False
         here = os.fstat(self._file)

@@ -1,4 +1,4 @@
-"""Tells a request's StageClock, its record and its trace what happens, with the time."""
+"""Passes the events of a request, with their times, to its StageClock, its record and its trace."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from baton.v1.decode_pb2 import SequenceStarted
 from baton.v1.prefill_pb2 import RunResponse
 
 _INT64 = 1 << 63
-"""Larger numbers cannot travel in a span."""
+"""Larger numbers do not fit a span attribute."""
 
 
 class RequestTrace:
-    """The trace of one request: its stages, its attempts and its end; nothing of its text.
+    """The trace of one request: its stages, its attempts and its end, without its text.
 
-    Its stages are spans that follow each other without a gap, so that they cover all of its time.
-    Every method returns at once. span: of the whole request.
+    Its stages are consecutive spans without gaps, so they cover all of its time. No method blocks.
     """
 
     __slots__ = ("_ended", "_operation", "_span", "_stage")
 
     def __init__(self, span: Span, operation: str = "") -> None:
+        """span: of the whole request."""
         self._span = span
         self._operation = operation
         self._stage: Span = NO_SPAN
@@ -41,11 +41,11 @@ class RequestTrace:
 
     @property
     def stage_context(self) -> TraceContext:
-        """Of the stage that it is in."""
+        """The trace context of the current stage."""
         return self._stage.context
 
     def entered(self, stage: Stage, now: float) -> None:
-        """From now on it is in another stage."""
+        """The request enters another stage."""
         if not self._span.recording:
             return
         self._stage.end(at=now)
@@ -54,7 +54,7 @@ class RequestTrace:
             self._stage = self._span.child(stage.name.lower(), at=now)
 
     def accepted(self, accepted: Accepted) -> None:
-        """It is known which model runs it, and on how much."""
+        """The model and the prompt's length are known."""
         if not self._span.recording:
             return
         self._span.rename(f"{self._operation} {accepted.model}")
@@ -68,7 +68,8 @@ class RequestTrace:
         self._span.tell(told)
 
     def attempt(self, run: AttemptRun, place: Placement) -> Span:
-        """An attempt that is about to start on its workers. The caller ends it."""
+        """Returns the span of an attempt that is about to start on its workers. The caller ends
+        it."""
         if not self._span.recording:
             return NO_SPAN
         attempt = run.attempt
@@ -86,7 +87,7 @@ class RequestTrace:
         return self._span.child(tracing.ATTEMPT, told, kind=Kind.CLIENT)
 
     def part(self, name: str) -> RequestTrace:
-        """Of what runs for it as a request of its own."""
+        """Returns the trace of a sub-request that runs on the request's behalf."""
         return RequestTrace(self._span.child(name)) if self._span.recording else self
 
     def ended(
@@ -96,7 +97,7 @@ class RequestTrace:
         logs: Sequence[TokenLog] = (),
         cached_tokens: int = 0,
     ) -> None:
-        """It is over. stages: are over too. logs: of its choices. Only the first call counts."""
+        """The request and its stages are over. logs: of its choices. Only the first call counts."""
         if not self._span.recording or self._ended:
             return
         self._ended = True
@@ -123,7 +124,7 @@ NO_TRACE = RequestTrace(NO_SPAN)
 
 
 def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
-    """The trace of a request that has arrived; began: when."""
+    """Returns the trace of a request that has arrived. began: when."""
     operation = tracing.CHAT if isinstance(request.prompt, ChatPrompt) else tracing.TEXT_COMPLETION
     span = tracer.begin(operation, parent=request.trace, at=began)
     if not span.recording:
@@ -147,12 +148,16 @@ def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
 
 
 class StageTimer(StageClock):
-    """One per request. began: when it arrived. All readings are finer than an event loop's time,
-    which may be a millisecond old. record: None while nobody wants to know."""
+    """Times the stages of one request.
+
+    Readings are finer than the event loop's time, which may be a millisecond old. record: None when
+    no record is kept.
+    """
 
     __slots__ = ("record", "trace")
 
     def __init__(self, began: float, trace: RequestTrace = NO_TRACE) -> None:
+        """began: when the request arrived."""
         super().__init__(began)
         self.trace = trace
         self.record: RequestRecord | None = None
@@ -165,7 +170,7 @@ class StageTimer(StageClock):
             self.trace.entered(stage, now)
 
     def reached(self, stage: Stage) -> None:
-        """It is in this stage from now on."""
+        """The request enters this stage."""
         self.enter(stage, now())
 
     def started(self, run: AttemptRun, place: Placement) -> None:
@@ -189,7 +194,7 @@ class StageTimer(StageClock):
         self.prefilled(queue_s, prefill_s, now())
 
     def kv_complete(self, run: AttemptRun, started: SequenceStarted, *, computed: bool) -> None:
-        """Decode has all KV of an attempt; computed: by itself."""
+        """Decode has all KV of an attempt. computed: it prefilled by itself."""
         wait_s = started.wait_us / 1e6
         self.decode_cached_tokens += started.cached_tokens
         self.kv_bytes += started.received_bytes
@@ -203,7 +208,7 @@ class StageTimer(StageClock):
         self.reached(Stage.DECODE)
 
     def lost(self, run: AttemptRun, phase: Phase, error: BatonError) -> None:
-        """Something went wrong on a phase of an attempt."""
+        """A phase of an attempt failed."""
         attempt = self._attempt(run)
         if attempt is not None:
             attempt.lost(phase, error, self._age())
@@ -223,7 +228,7 @@ class StageTimer(StageClock):
         logs: Sequence[TokenLog] = (),
         cached_tokens: int = 0,
     ) -> None:
-        """The request has ended, its record and its trace with it. logs: of its choices."""
+        """The request has ended; ends its record and its trace. logs: of its choices."""
         self.reached(Stage.OVER)
         if self.record is not None:
             self.record.ended(error, logs, cached_tokens)

@@ -1,5 +1,4 @@
-"""The fleet as this router knows it: discovery, links, sessions, clients.
+"""The fleet as this router sees it: discovery, links, sessions, clients.
 
-In: addresses, reports of workers.
-Out: snapshots for routing, streams for requests.
+In: addresses, reports of workers. Out: snapshots for routing, streams for requests.
 """

@@ -1,4 +1,4 @@
-"""Unary calls to prefill workers and tokenizers, of which each client serves one instance id."""
+"""Unary calls to prefill workers and tokenizers. Each client serves one instance id."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 CANCEL_TIMEOUT_S = 2.0
 
 TOKENIZE_TIMEOUT_S = 30.0
-"""Above what the largest prompt takes."""
+"""Seconds; more than the largest prompt takes."""
 
 TOKEN_ID_BYTES = 4
-"""On the wire."""
+"""Bytes on the wire."""
 
 
 class UnaryClient:
-    """The pool runs `run` while the worker's instance id lives and cancels it afterwards.
+    """Runs unary calls to one worker. The pool runs `run` while the instance id lives, and cancels
+    it afterwards.
 
-    A call ends when its answer comes, when its caller is cancelled, or when the worker is given up.
+    A call ends when its answer arrives, when its caller is cancelled, or when the worker is lost.
     """
 
     ready = True
@@ -49,7 +50,7 @@ class UnaryClient:
         self._running: set[Any] = set()
 
     async def run(self) -> None:
-        """Returns never; on the way out all running calls end with WorkerLost."""
+        """Never returns. When it is cancelled, all running calls end with WorkerLost."""
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -65,7 +66,8 @@ class UnaryClient:
         timeout_s: float | None,
         trace: TraceContext = UNTRACED,
     ) -> Any:
-        """The answer, or a BatonError. The worker's log names the request and its trace."""
+        """Returns the answer or raises BatonError. The worker's log names the request and its
+        trace."""
         metadata = ((REQUEST_ID_KEY, request_id), *metadata_of(trace))
         call = method(request, timeout=timeout_s, metadata=metadata)
         self._running.add(call)
@@ -83,7 +85,7 @@ class UnaryClient:
 
 
 class PrefillClient(UnaryClient):
-    """`baton.v1.Prefill` of one instance id."""
+    """The `baton.v1.Prefill` service of one instance id."""
 
     def __init__(
         self, channel: grpc.aio.Channel, worker: WorkerIdentity, router: WorkerIdentity
@@ -96,7 +98,7 @@ class PrefillClient(UnaryClient):
     async def prefill(
         self, attempt: Attempt, *, handover_id: bytes, decode_instance_id: str
     ) -> RunResponse:
-        """Raises BatonError. Without a handover_id nothing is handed over."""
+        """Prefills an attempt. Without a handover_id nothing is handed over. Raises BatonError."""
         answer: RunResponse = await self.call(
             self._stub.Run,
             RunRequest(
@@ -113,9 +115,8 @@ class PrefillClient(UnaryClient):
         return answer
 
     async def cancel(self, key: AttemptKey) -> None:
-        """Frees what the worker holds for an attempt. A worker that cannot be told is gone, and its
-        blocks with it; one that only missed the message frees them by the attempt's deadline.
-        """
+        """Frees what the worker holds for an attempt. A worker that cannot be reached is gone with
+        its blocks; one that only missed the message frees them by the attempt's deadline."""
         request = CancelRequest(request_id=key.request_id, attempt=key.attempt)
         try:
             await self.call(
@@ -129,7 +130,7 @@ class PrefillClient(UnaryClient):
 
 
 class TokenizerClient(UnaryClient):
-    """`baton.v1.Tokenizer` of one instance id, with one input a call."""
+    """The `baton.v1.Tokenizer` service of one instance id, with one input per call."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class TokenizerClient(UnaryClient):
     async def encode(
         self, item: EncodeInput, request_id: str, remaining_s: float, trace: TraceContext = UNTRACED
     ) -> EncodeOutput:
-        """Raises BatonError, naming the field if the prompt or the grammar is at fault."""
+        """Raises BatonError, naming the field if the prompt or the grammar is invalid."""
         request = EncodeRequest(inputs=[item])
         output: EncodeOutput = await self._only(
             self._stub.Encode, request, request_id, remaining_s, trace
@@ -152,7 +153,8 @@ class TokenizerClient(UnaryClient):
     async def decode(
         self, item: DecodeInput, request_id: str, remaining_s: float, trace: TraceContext = UNTRACED
     ) -> str:
-        """The text of a whole list of ids. Raises BatonError; `tokens` if they are at fault."""
+        """Returns the text of a whole list of ids. Raises BatonError; it names `tokens` if they are
+        invalid."""
         request = DecodeRequest(inputs=[item])
         output = await self._only(self._stub.Decode, request, request_id, remaining_s, trace)
         return str(output.text)
@@ -165,7 +167,7 @@ class TokenizerClient(UnaryClient):
         remaining_s: float,
         trace: TraceContext,
     ) -> Any:
-        """The one output."""
+        """Returns the one output."""
         timeout_s = max(0.0, min(remaining_s, TOKENIZE_TIMEOUT_S))
         answer = await self.call(
             method, request, request_id=request_id, timeout_s=timeout_s, trace=trace

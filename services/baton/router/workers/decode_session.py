@@ -1,8 +1,7 @@
-"""The one stream between this router and a decode worker, shared by all requests that run there.
+"""The stream between this router and a decode worker, shared by all requests that run there.
 
-It takes StepFrames apart and hands each piece to the attempt that it belongs to, at once and
-without waiting. After a break the stream is resumed from the attempts' next positions; sequences
-that the worker no longer has fail.
+It splits StepFrames and passes each part to its attempt, without blocking. After a break the stream
+is resumed from the attempts' next positions; sequences that the worker no longer has fail.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class SequenceSink(Protocol):
-    """An attempt, as the session sees it. All calls return at once."""
+    """An attempt as the session sees it. No method blocks."""
 
     def on_tokens(self, tokens: ChoiceTokens) -> None: ...
 
@@ -57,24 +56,26 @@ class SequenceSink(Protocol):
         """Decode has all KV of the attempt."""
 
     def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
-        """Answer to `hand_over`: the choice's KV is on offer and all its tokens below the position
-        have come; None: the choice stays."""
+        """Answers `hand_over`: the choice's KV is offered and all its tokens below the position
+        have arrived; None: the choice stays."""
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         """These choices failed, or all when none is named."""
 
     def next_positions(self) -> dict[SequenceKey, int]:
-        """Per sequence that still runs: the output position that comes next."""
+        """Returns the next output position of each running sequence."""
 
     def movable(self) -> Mapping[SequenceKey, int]:
-        """Sequences that decode and could go on elsewhere, each with its positions."""
+        """Returns sequences that decode and could continue on another worker, each with its
+        positions."""
 
     def move(self, move: Migration) -> None:
-        """One of them is to go."""
+        """One of them is to migrate."""
 
 
 class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
-    """See the module. The outbox holds at most one message of a kind per attempt or sequence."""
+    """The session of one decode worker. The outbox holds at most one message of a kind per attempt
+    or sequence."""
 
     resumable = True
 
@@ -91,15 +92,16 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self.worker = worker
         self._router = router
         self._sinks: dict[tuple[str, int], SequenceSink] = {}
-        """By AttemptKey, which is looked up by its bare fields: that is done for every token."""
+        """By AttemptKey, looked up by a plain tuple, because that happens for every token."""
         self._starts: dict[AttemptKey, SessionRequest] = {}
         self._hand_overs: dict[SequenceKey, SessionRequest] = {}
         self._asked: dict[SequenceKey, SessionRequest] = {}
-        """Hand-overs without an answer: after a break they are asked for again."""
+        """Hand-over requests without an answer, which are repeated after a break."""
         self._cancels: dict[AttemptKey, set[int]] = {}
         self._confirms: dict[SequenceKey, int] = {}
         self._confirmed: dict[AttemptKey, dict[SequenceKey, int]] = {}
-        """The newest of each sequence: what was on its way when a stream broke is said again."""
+        """The newest confirmed position of each sequence, sent again after a break because the last
+        message may be lost."""
 
     def start(
         self,
@@ -110,7 +112,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         sender: WorkerIdentity | None = None,
         max_unconfirmed: int = 0,
     ) -> None:
-        """Starts an attempt; `release` ends what this begins. Without a sender decode prefills.
+        """Starts an attempt; `release` ends it. Without a sender decode prefills.
 
         sender: the prefill or decode worker that has its KV.
         """
@@ -124,11 +126,12 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self.wake()
 
     def sinks(self) -> list[SequenceSink]:
-        """All attempts that were started and not released."""
+        """Returns all attempts that were started and not released."""
         return list(self._sinks.values())
 
     def hand_over(self, key: SequenceKey, handover_id: bytes, receiver: WorkerIdentity) -> None:
-        """Asks the worker to give a sequence to another one. `on_given_away` answers."""
+        """Asks the worker to hand a sequence over to another worker. `on_migrated_out` gets the
+        answer."""
         wish = HandOverSequence(
             request_id=key.request_id,
             attempt=key.attempt,
@@ -140,19 +143,19 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self.wake()
 
     def cancel(self, key: AttemptKey, choice: int) -> None:
-        """Stops one choice of an attempt that goes on."""
+        """Stops one choice of an attempt that continues."""
         self._cancels.setdefault(key, set()).add(choice)
         self.wake()
 
     def confirm(self, key: SequenceKey, position: int) -> None:
-        """All positions below this one hold no stop string."""
+        """Positions below this one contain no stop string."""
         self._confirms[key] = position
         of_attempt = self._confirmed.setdefault(AttemptKey(key.request_id, key.attempt), {})
         of_attempt[key] = position
         self.wake()
 
     def release(self, key: AttemptKey, *, cancel: bool) -> None:
-        """Nothing more is wanted of the attempt; cancel: the worker may still run it."""
+        """Ends an attempt. cancel: the worker may still run it."""
         known = self._sinks.pop(key, None) is not None
         self._cancels.pop(key, None)
         for sequence in self._confirmed.pop(key, {}):
@@ -220,7 +223,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
                         (lost.choice,),
                     )
             case _:
-                # A newer worker may say more than we understand.
+                # Newer workers may send messages that this version does not support.
                 log.debug("a message of an unknown kind on a session")
 
     def lose(self, error: BatonError) -> None:
@@ -276,18 +279,19 @@ def _position(key: SequenceKey, position: int) -> SequencePosition:
 
 class MigrationOutcome(Enum):
     STAYED = "stayed"
-    """It goes on where it is, or ended there."""
+    """The sequence continues where it is, or ended there."""
     MOVED = "moved"
     FAILED = "failed"
-    """Its KV was on offer and did not arrive: its request goes on by prefilling again."""
+    """Its KV was offered and did not arrive. The request continues by prefilling again."""
     DROPPED = "dropped"
-    """Its request ended on the way."""
+    """The request ended meanwhile."""
 
 
 class Migration:
-    """key: the sequence as its present worker knows it. The first outcome counts."""
+    """The migration of one sequence. Only the first outcome counts."""
 
     def __init__(self, key: SequenceKey, sender: DecodeSession, receiver: WorkerIdentity) -> None:
+        """key: the sequence as its present worker identifies it."""
         self.key = key
         self.receiver = receiver
         self.handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
@@ -300,7 +304,7 @@ class Migration:
         return self._sender.worker
 
     def ask(self) -> None:
-        """Has the worker put the sequence on offer. The answer comes to the attempt."""
+        """Asks the worker to offer the sequence. The attempt gets the answer."""
         self._sender.hand_over(self.key, self.handover_id, self.receiver)
 
     def stayed(self) -> None:
@@ -316,13 +320,13 @@ class Migration:
         self._take_back(MigrationOutcome.DROPPED)
 
     async def over(self) -> MigrationOutcome:
-        """Returns the outcome when there is one."""
+        """Waits for the outcome."""
         await self._over.wait()
         assert self.outcome is not None
         return self.outcome
 
     def _take_back(self, outcome: MigrationOutcome) -> None:
-        """Its KV will not be collected (any more): the sender frees it."""
+        """The KV will not be collected, so the sender can free it."""
         if self.outcome is None:
             whole = AttemptKey(self.key.request_id, self.key.attempt)
             self._sender.cancel(whole, self.key.choice)

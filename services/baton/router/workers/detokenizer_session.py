@@ -1,8 +1,7 @@
-"""The one stream between this router and a detokenizer, shared by the texts of all requests.
+"""The stream between this router and a detokenizer, shared by the texts of all requests.
 
-It takes from each text what is new when there is room on the stream, so that nothing queues up
-here. A break loses the texts' state at the worker: each text fails here, and its owner opens it
-again elsewhere.
+It takes new tokens from a text only when the stream has room, so nothing queues here. A break loses
+the texts' state at the worker: each text fails here, and its owner opens it again elsewhere.
 """
 
 from __future__ import annotations
@@ -30,28 +29,29 @@ from baton.v1.detokenizer_pb2 import (
 from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
 
 MAX_OPERATIONS = 256
-"""Operations of one message: many small texts share it, none waits long for the others."""
+"""Most operations per message: many small texts share one, and none waits long for the others."""
 
 
 class TextSource(Protocol):
-    """A text, as the session sees it. All calls return at once."""
+    """A text as the session sees it. No method blocks."""
 
     def open_text(self, text: OpenText) -> None:
-        """Fills in how the text begins: its tokens so far and how much of it is delivered."""
+        """Fills in the beginning of the text: its tokens so far and the length of the delivered
+        text."""
 
     def append_tokens(self, add: Callable[[], AppendTokens]) -> None:
-        """Fills in what was not taken since `open_text`. add: makes the message, called only when
-        there is something to take."""
+        """Fills in what is new since `open_text`. add: creates the message; call it only when there
+        is something to send."""
 
     def on_delta(self, delta: TextDelta) -> None:
         """The detokenizer has more of the text."""
 
     def on_lost(self, error: BatonError) -> None:
-        """The session has forgotten this text."""
+        """The session has lost this text."""
 
 
 class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSessionResponse]):
-    """See the module. The outbox holds at most one entry per text."""
+    """The session of one detokenizer. The outbox holds at most one entry per text."""
 
     def __init__(self, channel: grpc.aio.Channel, changed: Broadcast, awake: Clock) -> None:
         super().__init__(changed, awake)
@@ -67,11 +67,11 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         return len(self._sources)
 
     def open(self, source: TextSource, deadline: float) -> int:
-        """Begins a text, named by the returned id until it ends, is lost or is closed.
+        """Begins a text; returns its id, which is valid until the text ends, is lost or is closed.
 
-        The worker is told when the text is first touched: until there are tokens it need not know,
-        and nothing that the first token waits for waits for that. deadline: of its request, on the
-        running loop's clock.
+        The text is sent to the worker when it is first touched: before there are tokens that is not
+        needed, and it must not delay the first token. deadline: of its request, on the running
+        loop's clock.
         """
         text_id = next(self._ids)
         self._sources[text_id] = source
@@ -79,13 +79,13 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
         return text_id
 
     def touch(self, text_id: int) -> None:
-        """The text has more tokens to take."""
+        """The text has more tokens to send."""
         if text_id in self._sources:
             self._dirty[text_id] = None
             self.wake()
 
     def close(self, text_id: int) -> None:
-        """Nothing more is wanted of the text. Unknown ones are no error."""
+        """Ends a text. Unknown ids are ignored."""
         if text_id not in self._sources:
             return
         self._forget(text_id)
@@ -94,7 +94,7 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
             self.wake()
 
     def send_away(self) -> None:
-        """Every text here fails, so that its owner opens it again elsewhere."""
+        """Fails every text here, so that its owner opens it again elsewhere."""
         for text_id, source in list(self._sources.items()):
             self.close(text_id)
             source.on_lost(Unavailable("A worker of this request is leaving."))
@@ -153,8 +153,8 @@ class DetokenizerSession(SharedStream[DetokenizerSessionRequest, DetokenizerSess
 
 
 class _Batch:
-    """Operations in messages of at most MAX_OPERATIONS. They are filled where they are: there is
-    one for every token, and one that is made first and put in afterwards is made twice.
+    """Operations in messages of at most MAX_OPERATIONS. They are filled in place, because protobuf
+    copies a message that is created first and added afterwards, and there is one for every token.
     """
 
     def __init__(self) -> None:

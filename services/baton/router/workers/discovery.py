@@ -1,14 +1,14 @@
-"""Where workers are: addresses by role, as they come and go.
+"""Discovery: the addresses of workers by role, as they appear and disappear.
 
-An operator writes for each role where its processes are, in one of these ways:
+An operator gives the processes of each role in one of these forms:
 
     host:port,host:port                     a list
     dns:///name:port                        every address (A, AAAA) of a name
     k8s:///service[.namespace]:port         every endpoint of a Kubernetes service; port: a number,
                                             or a port's name
 
-A worker that a source leaves out is not given up for that: the pools go on with every worker that
-still answers. A source that fails or lags yields nothing, and nothing is lost by it.
+A worker that disappears from a source is not dropped for that: the pools keep every worker that
+still answers. A source that fails or lags yields nothing, which loses nothing.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ class DnsTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTarget:
-    """namespace: "" means the router's own. port: digits, or a name of the service's ports."""
+    """A service of Kubernetes."""
 
     service: str
     namespace: str
+    """"" means the router's own."""
     port: str
+    """Digits, or the name of one of the service's ports."""
 
 
 Target = ListTarget | DnsTarget | ServiceTarget
 
 
 def parse_target(texts: Sequence[str], field: str) -> Target:
-    """What one option says. Raises InvalidArgument that names the field."""
+    """Parses one option. Raises InvalidArgument that names the field."""
     named = [text for text in texts if "//" in text]
     if not named:
         for address in texts:
@@ -89,21 +91,21 @@ def _is_port(text: str) -> bool:
 
 
 class AddressSource(Protocol):
-    """Told by DNS, by Kubernetes, or by a list: the addresses of one role."""
+    """A source of the addresses of one role: DNS, Kubernetes, or a list."""
 
     def watch(self) -> AsyncIterator[frozenset[str]]:
-        """Yields all addresses (host:port) as soon as they are known and after every change, for
-        ever. Called once. A source that cannot be asked yields nothing; it never raises.
-        """
+        """Yields all addresses (host:port) as soon as they are known and after every change,
+        without end. Called once. A source that fails yields nothing; it never raises."""
 
     def look_again(self) -> None:
-        """Somebody did not answer: what is known may be old. Cheap, and called often."""
+        """A worker did not answer, so the known addresses may be outdated. Cheap, and called
+        often."""
 
 
 class Discovery:
-    """The sources by role. The pools call `watch`, once per role; a role without a source is empty.
+    """The sources by role. The pools call `watch` once per role; a role without a source is empty.
 
-    Nothing runs while nobody watches.
+    A source runs only while it is watched.
     """
 
     def __init__(self, sources: Mapping[str, AddressSource]) -> None:
@@ -130,7 +132,7 @@ class StaticSource:
         await asyncio.get_running_loop().create_future()
 
     def look_again(self) -> None:
-        """A list does not grow old."""
+        """Does nothing: a list is never outdated."""
 
 
 class StaticDiscovery(Discovery):
@@ -144,16 +146,16 @@ log = logging.getLogger(__name__)
 
 MAX_ADDRESSES = 4096
 LOOKUP_S = 10.0
-"""A look-up that takes longer has failed for now."""
+"""Seconds after which a look-up counts as failed."""
 
 LEAST_PAUSE_S = 0.5
-"""Between two look-ups, whoever asks for them."""
+"""Least seconds between two look-ups."""
 
 BELIEVED = 3
-"""So many times in a row a name must have no address before it is taken to have none."""
+"""Consecutive empty answers after which a name counts as having no address."""
 
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-"""All addresses of a name with a port, as host:port. Raises OSError, gaierror among them."""
+"""Returns all addresses of a name with a port, as host:port. Raises OSError, including gaierror."""
 
 _NO_ADDRESS = {
     code for name in ("EAI_NONAME", "EAI_NODATA") if (code := getattr(socket, name, None))
@@ -161,22 +163,23 @@ _NO_ADDRESS = {
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """Asks the system, as any program does: hosts file, search domains, IPv4 and IPv6."""
+    """Uses the system's resolver: hosts file, search domains, IPv4 and IPv6."""
     found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return [join(str(entry[4][0]), port) for entry in found]
 
 
 class DnsSource:
-    """Workers behind a DNS name, such as a headless service's.
+    """Workers behind a DNS name, such as that of a headless service.
 
-    The name is looked up again on a timer, and sooner when a worker does not answer. A failed
-    look-up changes nothing, and a name counts as empty only after BELIEVED empty answers in a row:
-    name servers restart, too. every_s: between two look-ups while all is well, varied by a fifth.
+    The name is looked up on a timer, and sooner when a worker does not answer. A failed look-up
+    changes nothing, and a name counts as empty only after BELIEVED consecutive empty answers,
+    because name servers restart, too.
     """
 
     def __init__(
         self, name: str, port: int, *, every_s: float = 5.0, resolve: Resolve = resolve
     ) -> None:
+        """every_s: between two successful look-ups, varied by a fifth."""
         self._name, self._port, self._every_s = name, port, every_s
         self._resolve = resolve
         self._doubted = 0
@@ -206,7 +209,7 @@ class DnsSource:
         self._doubt.set()
 
     async def _pause(self, failures: int, doubted: int) -> None:
-        """doubted: how often there was doubt when the last look-up began."""
+        """doubted: the number of calls to `look_again` when the last look-up began."""
         least = min(LEAST_PAUSE_S, self._every_s) * random.uniform(1.0, 1.5)
         await asyncio.sleep(least)
         whole = self._every_s * random.uniform(0.8, 1.2)
@@ -216,12 +219,12 @@ class DnsSource:
             await self._doubt.wait(whole - least)
 
     async def _look(self) -> frozenset[str] | None:
-        """What the name stands for, or None when that is not known now."""
+        """Returns the addresses of the name, or None when they are unknown now."""
         if self._running is None:
             self._running = asyncio.ensure_future(self._resolve(self._name, self._port))
         await asyncio.wait({self._running}, timeout=LOOKUP_S)
         if not self._running.done():
-            # Nothing stops the system's resolver; the same look-up is waited for again.
+            # The system's resolver cannot be cancelled, so the same look-up is awaited again.
             return self._failed("no answer in time")
         looked, self._running = self._running, None
         try:
@@ -250,10 +253,10 @@ class DnsSource:
 
 
 async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config: str) -> Discovery:
-    """Makes the sources and starts none of them.
+    """Creates the sources without starting them.
 
-    places: role to what its option says; the option is the role's plural. Raises InvalidArgument
-    when Kubernetes is asked for and there is no way to it.
+    places: role to its option's value; the option's name is the role's plural. Raises
+    InvalidArgument when Kubernetes is requested and cannot be reached.
     """
     api: KubernetesApi | None = None
     sources: dict[str, AddressSource] = {}
@@ -273,22 +276,20 @@ async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config
 
 
 class Replicas:
-    """How many routers are live: what shares of budgets are counted by.
-
-    discovery: None where no option says where routers are; then `configured` holds for ever.
-    configured: holds until discovery answers.
-    """
+    """The number of live routers, by which budgets are shared."""
 
     def __init__(self, discovery: Discovery | None, configured: int) -> None:
+        """discovery: None when no option gives the routers; then `configured` applies permanently.
+        configured: applies until discovery answers."""
         self._discovery = discovery
         self._live = configured
 
     def live_replicas(self) -> int:
-        """Live routers, this one among them: at least 1."""
+        """Returns the live routers, including this one: at least 1."""
         return self._live
 
     async def run(self) -> None:
-        """Follows discovery, if there is one, until cancelled."""
+        """Follows discovery, if configured, until cancelled."""
         if self._discovery is not None:
             async for found in self._discovery.watch("router"):
                 self._live = max(1, len(found))

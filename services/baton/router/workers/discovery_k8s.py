@@ -1,8 +1,8 @@
-"""Workers behind a Kubernetes service, watched with the `kubernetes` client on a thread.
+"""Discovery through a Kubernetes service, watched with the `kubernetes` client on a thread.
 
-The client is an optional part of the installation (`baton[k8s]`) and imported only here. All it is
-used for is to reach the API: addresses, certificates, tokens and their renewal. The router's
-service account needs get, list and watch on endpointslices, and nothing else.
+The client is an optional part of the installation (`baton[k8s]`) and imported only here. It is used
+only to reach the API: addresses, certificates, tokens and their renewal. The router's service
+account needs get, list and watch on endpointslices only.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ MAX_ENDPOINTS = 4096
 Json = Mapping[str, Any]
 
 _FAMILIES = ("IPv4", "IPv6")
-"""Best first: a pod with both is one endpoint. Names (FQDN) are no addresses of pods."""
+"""Best first, because a pod with both is one endpoint. FQDN endpoints are not addresses of pods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One pod behind a service, as the conditions of an EndpointSlice describe it."""
+    """One pod behind a service, with the conditions of its EndpointSlice."""
 
     address: str
-    """host:port."""
+    """In the form host:port."""
     ready: bool
-    """It may be sent to; null counts as true. False: it starts, or its probe fails."""
+    """Whether it accepts traffic; null counts as true. False: it starts, or its probe fails."""
     terminating: bool
-    """It was asked to end; null counts as false."""
+    """Whether it is terminating; null counts as false."""
 
 
 def endpoints(slices: Iterable[Json], port: str) -> tuple[Endpoint, ...]:
-    """All endpoints of a service, each once, in order of address.
+    """Returns all endpoints of a service, each once, sorted by address.
 
     port: digits, used as they are, or the name of one of the slices' ports; a slice without such a
-    port has none of the endpoints.
+    port contributes no endpoint.
     """
     found: dict[str, Endpoint] = {}
     held = list(slices)
@@ -56,7 +56,7 @@ def endpoints(slices: Iterable[Json], port: str) -> tuple[Endpoint, ...]:
             number = _port(entry, port)
             if entry.get("addressType") == family and number is not None:
                 for pod, endpoint in _of_slice(entry, number):
-                    # While an endpoint moves from one slice to another it is in both for a moment.
+                    # While an endpoint moves between slices it is briefly in both.
                     if pod not in found or found[pod].terminating:
                         found[pod] = endpoint
     return tuple(sorted(found.values(), key=lambda each: each.address))[:MAX_ENDPOINTS]
@@ -94,7 +94,7 @@ READ_S = WATCH_S + 5.0
 LIST_READ_S = 30.0
 PAGE = 500
 MAX_LINE_BYTES = 8 << 20
-"""Of one event; a slice with the most endpoints that Kubernetes allows has about a megabyte."""
+"""Most bytes of one event; the largest slice that Kubernetes allows has about a megabyte."""
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
@@ -103,33 +103,34 @@ _GONE = 410
 
 
 class ApiFailed(Exception):
-    """status: HTTP's, or 0 when there was no answer."""
+    """A request to the API failed."""
 
     def __init__(self, status: int, text: str) -> None:
+        """status: the HTTP status, or 0 when there was no answer."""
         super().__init__(text)
         self.status = status
 
 
 class SliceWatch:
-    """Follows the EndpointSlices of one service: lists them, then watches from there, for ever.
+    """Follows the EndpointSlices of one service: lists them, then watches from there, without end.
 
     It blocks, so it runs on a thread of its own (`KubernetesSource`). The rules of the API:
 
-        list            all slices, in pages, with the version that they are true at
-        watch           what changed since a version, until the server's time for it is over; a
-                        bookmark moves the version on and changes nothing
+        list            all slices, in pages, with the version at which they are valid
+        watch           changes since a version, until the server's time limit; a bookmark
+                        advances the version and changes nothing
         410             the version is too old, as the HTTP status or as an event: list again
-        anything else   the connection or the server failed: a pause that grows, then list again
+        anything else   the connection or the server failed: a growing pause, then list again
 
-    A watch that ends well is continued from the newest version at once. Each watch is short, so
-    that a server which vanished without a word is noticed within `WATCH_S` and a little.
-
-    tell: called with all slices whenever they may have changed, on the thread that runs this.
+    A watch that ends normally is continued from the newest version at once. Each watch is short, so
+    that a server which vanished silently is noticed shortly after `WATCH_S`.
     """
 
     def __init__(
         self, api: KubernetesApi, namespace: str, service: str, tell: Callable[[list[Json]], None]
     ) -> None:
+        """tell: called with all slices whenever they may have changed, on the thread that runs
+        this."""
         self._api = api
         self._namespace = namespace
         self._service = service
@@ -140,7 +141,7 @@ class SliceWatch:
         self._failures = 0
 
     def run(self) -> None:
-        """Until stopped. Never raises."""
+        """Runs until stopped. Never raises."""
         while not self._stopped.is_set():
             try:
                 version = self._list()
@@ -151,7 +152,7 @@ class SliceWatch:
                     self._failed(failure)
 
     def stop(self) -> None:
-        """Lets `run` return soon. May be called on any thread, and more than once."""
+        """Makes `run` return soon. Thread-safe and idempotent."""
         self._stopped.set()
         response = self._response
         if response is not None:
@@ -159,7 +160,7 @@ class SliceWatch:
                 response.shutdown()
 
     def _failed(self, failure: Exception) -> None:
-        # A version that was just listed and is too old already must not be asked for in a loop.
+        # A version that is too old right after listing must not cause a busy loop.
         self._failures += 1
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
         where = f"{self._namespace}/{self._service}"
@@ -171,7 +172,7 @@ class SliceWatch:
         self._stopped.wait(pause_s * random.uniform(0.7, 1.3))
 
     def _list(self) -> str:
-        """Learns all slices anew. Returns the version they are true at."""
+        """Lists all slices. Returns the version at which they are valid."""
         found: dict[str, Json] = {}
         query: dict[str, Any] = {"limit": PAGE}
         while True:
@@ -190,7 +191,7 @@ class SliceWatch:
         return str(metadata.get("resourceVersion", ""))
 
     def _follow(self, version: str) -> str:
-        """One watch, to its end. Returns the newest version seen."""
+        """Runs one watch to its end. Returns the newest version seen."""
         query = {
             "watch": True,
             "resource_version": version,
@@ -205,7 +206,7 @@ class SliceWatch:
 
     @contextmanager
     def _asked(self, query: dict[str, Any], read_s: float) -> Iterator[Iterator[bytes]]:
-        """The body of one answer, in parts as they come; closed on leaving, whatever happened."""
+        """Yields the body of one answer in parts as they arrive, and closes it on exit."""
         selector = f"kubernetes.io/service-name={self._service}"
         whole = {"label_selector": selector, **query}
         response = self._response = self._api.get(self._namespace, whole, (CONNECT_S, read_s))
@@ -236,7 +237,7 @@ class SliceWatch:
 
 
 def _parts(response: Any) -> Iterator[bytes]:
-    """The body as it comes."""
+    """Yields the body as it arrives."""
     import urllib3
 
     try:
@@ -273,26 +274,24 @@ def _version(entry: Json, version: str) -> str:
 
 
 STOP_S = 2.0
-"""What the thread gets to end before it is left behind; it ends with the process then."""
+"""Seconds that the thread has to end before it is abandoned; it ends with the process."""
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 class KubernetesApi:
-    """A way to the API, shared by all watches. slices: the client's DiscoveryV1Api. namespace: the
-    router's own.
-    """
+    """Access to the API, shared by all watches."""
 
     def __init__(self, slices: Any, namespace: str) -> None:
+        """slices: the client's DiscoveryV1Api. namespace: the router's own."""
         self._slices = slices
         self.namespace = namespace
 
     @classmethod
     def open(cls, config_file: str, field: str) -> KubernetesApi:
-        """From a kubeconfig file; without one from the pod's service account, else from the usual
-        kubeconfig. Blocks for a second. Raises InvalidArgument, naming the field or the option
-        `kubernetes_config`.
-        """
+        """Connects with a kubeconfig file; without one with the pod's service account, else with
+        the default kubeconfig. Blocks for a second. Raises InvalidArgument, naming the field or the
+        option `kubernetes_config`."""
         try:
             from kubernetes import client, config
         except ImportError:
@@ -312,7 +311,7 @@ class KubernetesApi:
 
     @staticmethod
     def _configure(config: Any, made: Any, config_file: str) -> str:
-        """Fills in how the API is reached. Returns the namespace."""
+        """Fills in the connection settings. Returns the namespace."""
         if not config_file:
             try:
                 config.load_incluster_config(client_configuration=made)
@@ -324,9 +323,9 @@ class KubernetesApi:
         return str(context["context"].get("namespace") or "default")
 
     def get(self, namespace: str, query: dict[str, Any], timeout_s: tuple[float, float]) -> Any:
-        """GET of the namespace's endpointslices: urllib3's response, its body not read yet. query:
-        in the client's words. timeout_s: to connect, and between two reads. Raises ApiFailed for
-        whatever is not a 200."""
+        """Sends GET for the namespace's endpointslices. Returns urllib3's response with its body
+        unread. query: in the client's names. timeout_s: to connect, and between two reads. Raises
+        ApiFailed for any status other than 200."""
         import urllib3
         from kubernetes.client import ApiException
 
@@ -345,7 +344,7 @@ class KubernetesApi:
 
 
 class KubernetesSource:
-    """The endpoints of one service. wanted: which of them count."""
+    """The endpoints of one service."""
 
     def __init__(
         self,
@@ -355,6 +354,7 @@ class KubernetesSource:
         port: str,
         wanted: Callable[[Endpoint], bool],
     ) -> None:
+        """wanted: whether an endpoint counts."""
         self._api, self._namespace, self._service = api, namespace, service
         self._port, self._wanted = port, wanted
 
@@ -387,7 +387,7 @@ class KubernetesSource:
             await asyncio.to_thread(thread.join, STOP_S)
 
     def look_again(self) -> None:
-        """The watch tells by itself."""
+        """Does nothing, because the watch reports changes."""
 
     def _addresses(self, slices: list[Json]) -> frozenset[str]:
         found = endpoints(slices, self._port)
@@ -399,10 +399,10 @@ class KubernetesSource:
 
 
 def runs(endpoint: Endpoint) -> bool:
-    """Whether to look for a worker there. Its own reports say what it can do."""
+    """Whether to look for a worker there. The worker's own reports tell its state."""
     return not endpoint.terminating
 
 
 def answers(endpoint: Endpoint) -> bool:
-    """Whether a router counts as live: routers send each other no reports."""
+    """Whether a router counts as live, because routers exchange no reports."""
     return endpoint.ready and not endpoint.terminating

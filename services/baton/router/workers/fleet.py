@@ -1,7 +1,7 @@
 """The workers of every role as one router sees them, and a link to each.
 
-`Fleet` has a `Pool` per role. A pool follows each address that discovery names by a `WorkerLink`,
-which keeps a `Worker` with a client for whichever instance id lives there.
+`Fleet` has one `Pool` per role. A pool follows each discovered address with a `WorkerLink`, which
+keeps a `Worker` with a client for the instance id that currently runs there.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _NO_MODEL = ModelDescription("", "", 0, 0, ())
 
 
 class WorkerClient(Protocol):
-    """What a pool keeps per worker."""
+    """The client that a pool keeps per worker."""
 
     @property
     def ready(self) -> bool:
-        """Whether new work may be given to it."""
+        """Whether new work may be given to the worker."""
 
     async def run(self) -> None:
-        """Runs while the instance id lives. Cancelled when that is gone, it fails its users."""
+        """Runs while the instance id lives. When cancelled, it fails its users."""
 
 
 C = TypeVar("C", bound=WorkerClient)
@@ -75,30 +75,30 @@ MakeClient = Callable[[grpc.aio.Channel, WorkerDescription], C]
 
 @dataclass(slots=True, eq=False)
 class Worker(Generic[C]):
-    """One instance id: what it is, what it reports, and what this router gave it."""
+    """One instance id: its description, its reports, and the work that this router placed on it."""
 
     description: WorkerDescription
     client: C
     running: asyncio.Task[None]
-    """The client's `run`."""
+    """The task of the client's `run`."""
     breaker: Breaker
-    """The instance id's own, also when the worker was out of sight for a while."""
+    """The breaker of the instance id, which is kept while the worker is not visible."""
     number: int = -1
-    """In the pool's prefix index; below 0: it has no place there."""
+    """Its number in the pool's prefix index; below 0: none."""
     since: float = 0.0
-    """When it was met, on the loop's clock."""
+    """When it was first seen, on the loop's clock."""
     load: WorkerLoad | None = None
     """The newest report."""
     placed_sequences: int = 0
-    """That this router gave it and has not taken back."""
+    """Placed by this router and not taken back."""
     placed_tokens: int = 0
-    """To prefill, likewise."""
+    """Prompt tokens to prefill of the placed sequences."""
     fresh_sequences: int = 0
-    """Given since the newest report, which cannot count them."""
+    """Placed since the newest report, which cannot include them."""
     fresh_tokens: int = 0
-    """To prefill, likewise."""
+    """Prompt tokens to prefill of the fresh sequences."""
     fresh_positions: int = 0
-    """That need blocks, likewise."""
+    """Positions that need blocks, of the fresh sequences."""
     _snapshot: WorkerSnapshot | None = None
 
     @property
@@ -116,7 +116,7 @@ class Worker(Generic[C]):
         self._snapshot = self._look(load)
 
     def place(self, sequences: int, tokens: int = 0, positions: int = 0) -> Placed:
-        """Gives it sequences that need so many positions, and so many tokens to prefill."""
+        """Places sequences that need this many positions and this many prefilled tokens."""
         self.placed_sequences += sequences
         self.placed_tokens += tokens
         self.fresh_sequences += sequences
@@ -132,18 +132,18 @@ class Worker(Generic[C]):
         self._snapshot = None
 
     def success(self) -> None:
-        """An attempt gained a token or an answer here. Call it once per attempt."""
+        """An attempt received a token or an answer from the worker. Call it once per attempt."""
         self.breaker.success(asyncio.get_running_loop().time())
 
     def failure(self, error: BatonError) -> None:
-        """An attempt was lost here."""
+        """An attempt failed on the worker."""
         if is_fault(error):
             self.breaker.failure(asyncio.get_running_loop().time())
 
     @property
     def snapshot(self) -> WorkerSnapshot | None:
-        """None before its first report. Kept until something changes: a decision goes through all
-        of a pool's."""
+        """The worker's snapshot, or None before its first report. It is cached until something
+        changes, because a decision reads all snapshots of a pool."""
         if self._snapshot is None and self.load is not None:
             self._snapshot = self._look(self.load)
         return self._snapshot
@@ -177,19 +177,19 @@ class Placed:
     __slots__ = ("_probes", "_sequences", "_tokens", "_worker")
 
     def __init__(self, worker: Worker[C], sequences: int, tokens: int, *, probes: bool) -> None:
-        """probes: it is the one attempt that a half-open breaker lets through."""
+        """probes: whether it is the one attempt that a half-open breaker allows."""
         self._worker = worker
         self._probes = probes
         self._sequences = sequences
         self._tokens = tokens
 
     def computed(self) -> None:
-        """Its tokens are prefilled; the sequences stay."""
+        """The tokens are prefilled; the sequences stay."""
         self._worker.take_back(0, self._tokens)
         self._tokens = 0
 
     def release(self) -> None:
-        """Without effect the second time."""
+        """Takes the work back; idempotent."""
         self._worker.take_back(self._sequences, self._tokens)
         self._sequences = self._tokens = 0
         probes, self._probes = self._probes, False
@@ -205,39 +205,39 @@ class Placed:
 
 GONE, SILENT = "gone", "silent"
 STATES = (*(state.name.lower() for state in WorkerState), SILENT, GONE)
-"""States of a link. The worker's own: starting (also before the first worker is met), serving,
-draining, kv_only. silent: it cannot be reached, and may live. gone: it was there once."""
+"""States of a link. The worker's own: starting (also before a worker was ever seen), serving,
+draining, kv_only. silent: it cannot be reached, and may live. gone: a worker was there once."""
 
 ELSEWHERE_S = 5.0
-"""Before it is tried again whether a worker is still met at another address."""
+"""Seconds between checks whether a worker is still followed at another address."""
 
 WATCH_AGAIN_S = 0.1
-"""Before a Watch is opened again because some of a worker's cache events were missing."""
+"""Seconds before a Watch is reopened because cache events of a worker were missing."""
 
 
 class NotFollowed(Exception):
-    """This worker is followed at another address already, or nobody expects it here."""
+    """The worker is followed at another address already, or the address is no longer listed."""
 
 
 class WorkerLink(Generic[C]):
-    """Follows the worker at one address and keeps a client for its present instance id.
+    """Follows the worker at one address and keeps a client for its current instance id.
 
-    Another instance id at the same address is another worker: the old one's client is closed, which
-    fails everyone who used it.
+    A new instance id at the same address is a new worker: the old one's client is closed, which
+    fails all its users.
     """
 
     def __init__(self, pool: Pool[C], channel: grpc.aio.Channel) -> None:
         self.worker: Worker[C] | None = None
-        """None while nobody lives there."""
+        """None while no worker runs there."""
         self.settled = False
-        """False while the Watch is broken and it is not known whether the worker lives: it gets no
-        new work then."""
+        """False while the Watch is broken and the worker's state is unknown; it then gets no new
+        work."""
         self.listed = True
-        """Whether discovery names the address; set from outside."""
+        """Whether discovery lists the address; set from outside."""
         self.elsewhere = False
         """Whether the worker here is followed at another address."""
         self.stands_by = False
-        """Whether the worker that was last met here is a standby."""
+        """Whether the worker that was last seen here is a standby."""
         self._met = False
         self._pool = pool
         self._channel = channel
@@ -258,7 +258,7 @@ class WorkerLink(Generic[C]):
         return self.worker is not None and self.settled and self.worker.client.ready
 
     async def run(self) -> None:
-        """Until cancelled, or until nobody lives here and nobody is expected to."""
+        """Runs until cancelled, or until no worker is here and the address is no longer listed."""
         patience = ReconnectPolicy(self._pool.context.awake)
         try:
             while self.listed or self.worker is not None:
@@ -287,8 +287,8 @@ class WorkerLink(Generic[C]):
             await self._leave()
 
     async def _watch(self, patience: ReconnectPolicy) -> bool:
-        """Returns when the worker ends the stream; True: when cache events are missing, which a new
-        stream's snapshot makes good."""
+        """Returns when the worker ends the stream; True when cache events are missing, which the
+        snapshot of a new stream replaces."""
         context = self._pool.context
         watcher = identity_to_proto(context.router)
         call = WorkerStub(self._channel).Watch(WatchRequest(watcher=watcher))
@@ -320,7 +320,7 @@ class WorkerLink(Generic[C]):
         if identity.role != pool.role:
             raise ValueError(f"a {identity.role} worker is where {pool.role} workers should be")
         self.elsewhere = pool.follows(identity.instance_id)
-        # An address that is listed no more may belong to anybody by now.
+        # An address that is no longer listed may belong to another service by now.
         if self.elsewhere or not self.listed:
             raise NotFollowed
         client = pool.make_client(self._channel, description)
@@ -346,7 +346,7 @@ class WorkerLink(Generic[C]):
         self._pool.context.changed.set()
 
     def _take_cache(self, batch: CacheBatch) -> bool:
-        """False when something is missing before it."""
+        """Applies cache events. Returns False when events before the batch are missing."""
         if self.worker is None:
             raise ValueError("cache before description")
         index = self._pool.index
@@ -369,12 +369,12 @@ class WorkerLink(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class FleetContext:
-    """What all pools of a router have in common."""
+    """What all pools of a router share."""
 
     discovery: Discovery
     channels: Channels
     router: WorkerIdentity
-    """This router."""
+    """The identity of this router."""
     awake: Clock
     """Measures the silence of workers."""
     changed: Broadcast = field(default_factory=Broadcast)
@@ -382,18 +382,20 @@ class FleetContext:
 
 
 class Pool(Generic[C]):
-    """All workers of a role: where discovery says they are, and what each reports of itself.
+    """All workers of a role: the addresses from discovery, and the state from each worker's
+    reports.
 
-    Discovery only says where to look. A worker itself says whether it is there and what it can do:
+    Discovery only gives addresses. Whether a worker is there and what it can do follows from the
+    worker itself:
 
-        listed, answers        followed; what it gets is what its own reports allow
+        listed, answers        followed; its own reports determine its work
         not listed, answers    the same: it may drain, or discovery may be wrong. A worker loses
-                               nothing because a list left it out
-        listed, silent         gone, and tried again for as long as it is listed
-        not listed, silent     gone and forgotten, with its channel
+                               nothing when a list omits it
+        listed, silent         gone, and retried for as long as it is listed
+        not listed, silent     gone and dropped, with its channel
 
-    An address that comes back is listed again. A worker that is met at two addresses at once, as a
-    pod with IPv4 and IPv6 is, is followed at the first.
+    An address that comes back is listed again. A worker with two addresses, such as a pod with IPv4
+    and IPv6, is followed at the first.
     """
 
     def __init__(
@@ -407,14 +409,14 @@ class Pool(Generic[C]):
         self.context = context
         self.make_client = make_client
         self.index = index
-        """What the workers have cached; None where they cache nothing."""
+        """What the workers have cached; None for roles without a cache."""
         self.breakers = Breakers()
         self.links: dict[str, WorkerLink[C]] = {}
         """By address."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Follows discovery until cancelled; closes all links on the way out."""
+        """Follows discovery until cancelled; closes all links on exit."""
         try:
             async for addresses in self.context.discovery.watch(self.role):
                 for address, link in self.links.items():
@@ -429,11 +431,11 @@ class Pool(Generic[C]):
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def workers(self) -> list[Worker[C]]:
-        """Those that can be reached, whatever they report."""
+        """Returns the workers that can be reached, in any reported state."""
         return list(self._usable())
 
     def serving(self) -> list[Worker[C]]:
-        """Those that take new work."""
+        """Returns the workers that accept new work."""
         return [
             worker
             for worker in self.workers()
@@ -441,15 +443,15 @@ class Pool(Generic[C]):
         ]
 
     def states(self) -> Counter[str]:
-        """How many are in each state; every state is named."""
+        """Counts the workers by state; every state has an entry."""
         found = Counter(dict.fromkeys(STATES, 0))
         found.update(link.state for link in self.links.values() if not link.elsewhere)
         return found
 
     @property
     def missing(self) -> bool:
-        """Whether a worker that is no standby is expected here and takes no work. An address where
-        no worker was met yet counts, whatever will be met there."""
+        """Whether an expected worker that is no standby accepts no work. An address where no worker
+        was seen yet counts, too."""
         return any(
             link.state != WorkerState.SERVING.name.lower()
             for link in self.links.values()
@@ -457,20 +459,21 @@ class Pool(Generic[C]):
         )
 
     def standbys(self) -> dict[str, int]:
-        """How many that take work stand by, and are used now because another is missing."""
+        """Counts the serving standbys: those that wait, and those in use because another worker is
+        missing."""
         serving = self.serving()
         number = sum(worker.description.standby for worker in serving)
         used = self.missing or number == len(serving)
         return {"waiting": 0 if used else number, "used": number if used else 0}
 
     def ejected(self, now: float) -> frozenset[str]:
-        """Instance ids that get no new attempts now, because they lose too many."""
+        """Returns the instance ids that get no new attempts now, because too many failed there."""
         if self.breakers.all_closed:
             return frozenset()
         return self.breakers.ejected([w.identity.instance_id for w in self.workers()], now)
 
     def usable(self, now: float) -> list[Worker[C]]:
-        """Those that take new work and are not ejected."""
+        """Returns the workers that accept new work and are not ejected."""
         ejected = self.ejected(now)
         return [w for w in self.serving() if w.identity.instance_id not in ejected]
 
@@ -489,7 +492,7 @@ class Pool(Generic[C]):
         )
 
     def each_snapshot(self) -> Iterator[WorkerSnapshot]:
-        """For a caller that may stop early."""
+        """Yields snapshots, for a caller that may stop early."""
         for worker in self._usable():
             if (snapshot := worker.snapshot) is not None:
                 yield snapshot
@@ -498,7 +501,7 @@ class Pool(Generic[C]):
         return list(self.each_snapshot())
 
     def view(self, prefix_hashes: bytes) -> PoolSnapshot:
-        """All snapshots, and what these workers hold of a prompt."""
+        """Returns all snapshots, and what these workers hold of a prompt."""
         overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
         return PoolSnapshot(self.snapshots(), overlap, self.missing)
 
@@ -514,7 +517,7 @@ class Pool(Generic[C]):
         except Exception:
             log.exception("the link to %s failed by a fault of the router", address)
         finally:
-            # Without an await since the link's last look at whether it is listed.
+            # No await separates this from the link's last check whether it is listed.
             del self.links[address]
             if (task := asyncio.current_task()) is not None:
                 self._tasks.discard(task)
@@ -525,7 +528,7 @@ MAX_LOGGED_PAIRS = 4096
 
 
 class Fleet:
-    """The four pools of a router, with the clients that it needs to each role."""
+    """The four pools of a router, with the clients for each role."""
 
     def __init__(
         self,
@@ -566,7 +569,7 @@ class Fleet:
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._log_unpaired = lru_cache(MAX_LOGGED_PAIRS)(_log_unpaired)
-        """Logs a pair once."""
+        """Logs each pair once."""
 
     def start(self) -> None:
         self.awake.start()
@@ -579,11 +582,11 @@ class Fleet:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def models(self) -> list[ModelDescription]:
-        """Models that a live decode worker serves."""
+        """Returns the models that live decode workers serve."""
         return models_of(self.decodes.snapshots())
 
     def model_for(self, request_id: str, name: str) -> ModelDescription | None:
-        """The model that a new request which names it runs on."""
+        """Returns the model on which a new request with this model name runs."""
         tokenizers, detokenizers = (
             {worker.model.tokenizer_digest for worker in pool.serving()}
             for pool in (self.tokenizers, self.detokenizers)
@@ -591,17 +594,17 @@ class Fleet:
         return model_for(request_id, name, self.decodes.snapshots(), tokenizers, detokenizers)
 
     def replacement_model(self, model: ModelDescription) -> ModelDescription:
-        """The model, or one that may take its place in a request that has no token yet."""
+        """Returns the model, or one that can replace it for a request without tokens."""
         return replacement_model(model, self.decodes.each_snapshot())
 
     @property
     def ready(self) -> bool:
-        """Whether a text could be answered now. A prefill worker is not needed for it."""
+        """Whether a text could be answered now. That needs no prefill worker."""
         return all(pool.serving() for pool in (self.tokenizers, self.decodes, self.detokenizers))
 
     def log_unpaired(self, decision: Decision) -> None:
-        """Logs, once a pair, which workers a decision could not pair and why. That is an operator's
-        mistake which fails no request: decode prefills by itself, only slower."""
+        """Logs, once per pair, workers that a decision could not pair, and the reason. Such a
+        misconfiguration fails no request, because decode prefills by itself, only slower."""
         if decision.decode is not None:
             for candidate in decision.candidates:
                 if candidate.filter_reason is FilterReason.OTHER_LAYOUT:
@@ -613,8 +616,8 @@ def _log_unpaired(prefill: WorkerIdentity, decode: WorkerIdentity, detail: str) 
 
 
 LEAVES_S = 1.0
-"""How long a detokenizer that said that it leaves is not used again: it may look like the only one
-until its report says so, too."""
+"""Seconds for which a detokenizer that refused as draining is not used again: until its next report
+it may look like the only one."""
 
 
 async def pick_detokenizer(
@@ -626,8 +629,8 @@ async def pick_detokenizer(
     lost: BatonError | None,
     wait_timeout_s: float,
 ) -> Worker[DetokenizerSession]:
-    """The one with the fewest texts of this router, of those that are not passed over if there are
-    any; waits until there is one. lost: how the last one was. Raises Unavailable."""
+    """Returns the detokenizer with the fewest texts of this router, preferring those that are not
+    passed over; waits until there is one. lost: the error of the last one. Raises Unavailable."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + wait_timeout_s
     spare_until = loop.time() + (LEAVES_S if leaves(lost) else 0.0)

@@ -1,7 +1,7 @@
-"""A long-lived stream to one worker that all requests of this router share.
+"""A long-lived stream to one worker, shared by all requests of this router.
 
-In: messages of an outbox, a clock of awake time.
-Out: every message that comes, and what is lost when the worker is.
+In: messages of an outbox, a clock of awake time. Out: all incoming messages, and the users' failure
+when the worker is lost.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton.rpc.loop import Clock
 
 
 class Broadcast:
-    """Wakes all tasks that wait for something to change.
+    """Wakes all tasks that wait for a change.
 
-    Check the condition, then wait: nothing is missed, for `set` runs on the same loop and there is
-    no await in between. While no task waits, `set` costs next to nothing: it is called for every
-    token.
+    Check the condition, then wait. No change is missed, because `set` runs on the same loop and
+    there is no await in between. Without waiting tasks `set` costs almost nothing, because it is
+    called for every token.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,8 @@ class Broadcast:
 
 
 SILENCE_S = 2.0
-"""No message at all for this long means dead: workers send a sign of life every 500 ms."""
+"""Seconds without any message after which a worker counts as dead; workers send a heartbeat every
+500 ms."""
 
 MAX_REFUSALS = 3
 FIRST_PAUSE_S = 0.03
@@ -68,11 +69,11 @@ LONGEST_PAUSE_S = 1.0
 
 
 class ReconnectPolicy:
-    """When a stream that broke counts as lost, and how long to pause before the next try.
+    """When a broken stream counts as lost, and the pause before the next try.
 
     It is lost when its worker was silent for SILENCE_S of awake time (see `AwakeClock`), or when
-    the worker's address refused several tries in a row: then no process listens there, and waiting
-    is no use.
+    the worker's address refused several connections in a row, which means that no process listens
+    there.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -82,7 +83,7 @@ class ReconnectPolicy:
         self._given_up = False
 
     def alive(self) -> None:
-        """A message came."""
+        """A message arrived."""
         self._since = self._clock()
         self._failures = 0
         self._given_up = False
@@ -92,12 +93,13 @@ class ReconnectPolicy:
         self._failures += 1
 
     def give_up(self) -> None:
-        """Waiting any longer is no use: the worker hangs, or another one answers in its place."""
+        """Counts the stream as lost at once: the worker hangs, or another one answers in its
+        place."""
         self._given_up = True
 
     @property
     def spent(self) -> bool:
-        """Whether what hung on the stream is lost."""
+        """Whether the users of the stream are to be failed."""
         return (
             self._given_up
             or self._failures > MAX_REFUSALS
@@ -106,7 +108,7 @@ class ReconnectPolicy:
 
     @property
     def pause_s(self) -> float:
-        """Grows with each failure; jittered, so that routers do not come back all at once."""
+        """Grows with each failure; jittered, so that routers do not reconnect all at once."""
         pause = FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10)
         return float(min(pause, LONGEST_PAUSE_S) * random.uniform(0.7, 1.3))
 
@@ -117,10 +119,10 @@ Down = TypeVar("Down")
 log = logging.getLogger(__name__)
 
 WRITE_TIMEOUT_S = 10.0
-"""A worker that sends but does not read for so long is no use."""
+"""Seconds after which a worker that sends but does not read is given up."""
 
 BROKEN = (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError)
-"""What grpc.aio raises when a call is over, and what silence raises."""
+"""The exceptions of grpc.aio for an ended call, and that of silence."""
 
 
 class WorkerStalled(Exception):
@@ -128,25 +130,26 @@ class WorkerStalled(Exception):
 
 
 class SharedStream(ABC, Generic[Up, Down]):
-    """The stream lives as long as the worker's instance id; `run` is cancelled when that is gone.
+    """A stream that lives as long as the worker's instance id; `run` is cancelled when that is
+    gone.
 
-    It is opened, takes what waits in the outbox, gives every message to `incoming`, and is opened
-    again when it breaks. Its reader never waits for a request. Subclasses give messages a meaning.
+    It is opened, sends what is in the outbox, passes every message to `incoming`, and is reopened
+    when it breaks. Its reader never waits for a request. Subclasses define the messages.
     """
 
     resumable = False
-    """Whether the worker keeps what hung on a broken stream until a new one comes."""
+    """Whether the worker keeps the state of a broken stream until a new one is opened."""
 
     def __init__(self, changed: Broadcast, awake: Clock) -> None:
         """changed: set when `ready` changes. awake: measures the worker's silence."""
         self.ready = False
-        """The stream is open, and new work may be put on it."""
+        """Whether the stream is open and accepts new work."""
         self._changed = changed
         self._awake = awake
         self._waiting = asyncio.Event()
 
     async def run(self) -> None:
-        """Keeps the stream open. On the way out everything that hangs on it is lost."""
+        """Keeps the stream open. On exit all its users fail."""
         grace = ReconnectPolicy(self._awake)
         try:
             while True:
@@ -161,12 +164,12 @@ class SharedStream(ABC, Generic[Up, Down]):
                     log.warning("a worker's step hangs: its stream is given up")
                     grace.give_up()
                 except Exception:
-                    # Whatever a worker said, the stream to it is opened again.
+                    # After any message from the worker, the stream is reopened.
                     log.exception("a worker's stream is given up")
                     grace.give_up()
                 if cancelled_here():
-                    # Where a call is just being begun, grpc.aio takes the cancellation for the
-                    # call's alone, and what is raised is whatever became of that.
+                    # If a call is just starting, grpc.aio attributes the cancellation to the call,
+                    # and a different exception may be raised.
                     raise asyncio.CancelledError
                 grace.failed()
                 if grace.spent or not self.resumable:
@@ -185,7 +188,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     @abstractmethod
     def greeting(self) -> Sequence[Up]:
-        """The first messages of every new call."""
+        """Returns the first messages of every new call."""
 
     @abstractmethod
     def outgoing(self) -> Sequence[Up]:
@@ -193,11 +196,11 @@ class SharedStream(ABC, Generic[Up, Down]):
 
     @abstractmethod
     def incoming(self, message: Down) -> None:
-        """Takes a message. WorkerStalled, or any other exception, gives the stream up."""
+        """Processes a message. WorkerStalled, or any other exception, closes the stream."""
 
     @abstractmethod
     def lose(self, error: BatonError) -> None:
-        """Fails all users of the stream and forgets them."""
+        """Fails all users of the stream and drops them."""
 
     async def _once(self, grace: ReconnectPolicy) -> None:
         call = self.connect()
@@ -213,8 +216,8 @@ class SharedStream(ABC, Generic[Up, Down]):
                     self.incoming(answer)
                     grace.alive()
                     if writer is None:
-                        # Not before the worker has answered: until then it may be another
-                        # instance id.
+                        # Only after the worker has answered: until then it may be another instance
+                        # id.
                         writer = asyncio.create_task(self._write(call))
                         writer.add_done_callback(lambda task: _end_with(task, call))
                         self._set_ready(True)
@@ -226,7 +229,7 @@ class SharedStream(ABC, Generic[Up, Down]):
             await abandon(call)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[Up, Down]) -> None:
-        """Until the call breaks."""
+        """Runs until the call breaks."""
         self._waiting.set()
         async with StepLimit(WRITE_TIMEOUT_S, self._awake) as stall:
             while True:
@@ -242,7 +245,7 @@ class SharedStream(ABC, Generic[Up, Down]):
 
 
 def _end_with(writer: asyncio.Task[None], call: grpc.aio.Call) -> None:
-    """A stream that nobody writes to any more must not look alive."""
+    """Cancels a call whose writer has ended, so that it does not look alive."""
     call.cancel()
     error = None if writer.cancelled() else writer.exception()
     if error is not None and not isinstance(error, BROKEN):

@@ -1,4 +1,4 @@
-"""Work that tokenizers do for this router's requests: its queue, its retries, its results."""
+"""Tokenizer work for this router's requests: its queue, its retries, its results."""
 
 from __future__ import annotations
 
@@ -37,34 +37,35 @@ from baton.v1.tokenizer_pb2 import DecodeInput, EncodeInput
 log = logging.getLogger(__name__)
 
 LONG_BYTES = 1 << 16
-"""From here on an input is long, as it is for the tokenizer."""
+"""Inputs from this many bytes on are long, as for the tokenizer itself."""
 
 SHORT_BYTES_PER_THREAD = 1 << 15
-"""Of short inputs that a tokenizer gets at a time, for each of its threads: one batch that it works
-on, and one that comes next."""
+"""Bytes of short inputs that a tokenizer gets at a time, per thread: one batch in progress and the
+next one."""
 
 SHORT_INPUTS_PER_THREAD = 128
-"""Likewise, of the smallest ones."""
+"""The same, as a number of inputs, for the smallest ones."""
 
 MAX_GRAMMARS = 2
-"""Grammars that one tokenizer gets at a time: as many as it tries at a time by default."""
+"""Grammars that one tokenizer gets at a time: as many as it compiles at a time by default."""
 
 THREADS = 2
-"""Of a tokenizer that does not report them: the fewest that one has."""
+"""Assumed threads of a tokenizer that does not report them: the fewest that one has."""
 
 INPUT_BYTES = 256
-"""What each input costs beside its own bytes."""
+"""The cost of each input, in addition to its own bytes."""
 
 GRAMMAR_BYTES = 1 << 16
-"""What a grammar costs beside them."""
+"""The cost of a grammar, in addition to these."""
 
 QUANTUM_BYTES = 4096.0
 LOOK_AGAIN_S = 0.5
-"""A change among tokenizers is noticed at once; this is for deadlines that pass without any."""
+"""Seconds between two looks at deadlines, which pass without any event. A change among tokenizers
+is noticed at once."""
 
 
 class Lane(Enum):
-    """What does not wait for one another."""
+    """Lanes of the queue, which do not wait for each other."""
 
     SHORT = "short"
     LONG = "long"
@@ -73,17 +74,17 @@ class Lane(Enum):
 
 @dataclass(slots=True, eq=False)
 class QueuedInput:
-    """One input that waits for a tokenizer."""
+    """An input that waits for a tokenizer."""
 
     request_id: str
     tenant: Tenant
     lane: Lane
     size: int
-    """Bytes."""
+    """In bytes."""
     tokenizer_digest: str
     """"" fits every tokenizer."""
     passed_over: Collection[str]
-    """Instance ids that are only used when there is no other."""
+    """Instance ids that are used only when there is no other."""
     give_up: float
     """Until when a tokenizer may be missing, on the loop's clock."""
     future: asyncio.Future[TokenizerSlot] = field(
@@ -93,7 +94,7 @@ class QueuedInput:
 
 @dataclass(slots=True)
 class _Sent:
-    """What one tokenizer has of this router's."""
+    """What one tokenizer has of this router's inputs."""
 
     inputs: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
     short_bytes: int = 0
@@ -105,7 +106,7 @@ class _Sent:
                 fits = self.short_bytes + size <= SHORT_BYTES_PER_THREAD * threads
                 return not inputs or (fits and inputs < SHORT_INPUTS_PER_THREAD * threads)
             case Lane.LONG:
-                # The tokenizer keeps a thread for short ones.
+                # The tokenizer keeps a thread for short inputs.
                 return inputs < max(1, threads - 1)
             case Lane.GRAMMAR:
                 return inputs < MAX_GRAMMARS
@@ -117,7 +118,7 @@ class _Sent:
 
 
 class TokenizerSlot:
-    """A tokenizer, and room there until it is released, once or more."""
+    """A tokenizer, with room reserved there until `release`, which is idempotent."""
 
     def __init__(
         self, turns: TokenizerQueue, worker: Worker[TokenizerClient], lane: Lane, size: int
@@ -144,21 +145,20 @@ class TokenizerSlot:
 
 
 class TokenizerQueue:
-    """Where inputs for tokenizers wait for one with room, in fair order. One per router.
+    """The queue of inputs for tokenizers, in fair order. One per router.
 
-    A tokenizer works in the order in which inputs come, so the order is decided here: a router
+    A tokenizer processes inputs in order of arrival, so the order is determined here: a router
     sends each one only as much as keeps its threads busy, and the rest waits, by deficit round
-    robin over tenants and bytes (`FairQueue`). There are three lanes, as there are at the
-    tokenizer, so that none waits for another: short inputs, long ones, and those that bring a
-    grammar, which is tried first and may take far longer than its text.
-
-    changed: set when there may be other tokenizers, or other states of them.
+    robin over tenants and bytes (`FairQueue`). As at the tokenizer there are three lanes, so that
+    none waits for another: short inputs, long ones, and those with a grammar, which is compiled
+    first and may take far longer than the text.
     """
 
     def __init__(self, pool: Pool[TokenizerClient], changed: Broadcast) -> None:
+        """changed: set when there may be other tokenizers, or other states of them."""
         self._pool = pool
         self._changed = changed
-        # Its bounds are the gate's: whoever waits here holds its bytes there.
+        # Admission bounds these queues: waiting inputs hold their bytes there.
         self._queues: dict[Lane, FairQueue[QueuedInput]] = {
             lane: FairQueue(max_tokens=sys.maxsize, max_entries=sys.maxsize, quantum=QUANTUM_BYTES)
             for lane in Lane
@@ -172,13 +172,13 @@ class TokenizerQueue:
 
     @property
     def num_sent(self) -> int:
-        """Inputs that tokenizers have of this router's."""
+        """Inputs of this router that tokenizers have."""
         return sum(sum(sent.inputs.values()) for sent in self._sent.values())
 
     async def turn(self, wanted: QueuedInput, deadline: float) -> TokenizerSlot:
-        """A tokenizer with room; the caller releases it. deadline: on the running loop's clock;
-        within a tenant the earliest goes first. Raises Unavailable when there is no tokenizer for
-        too long, TimeoutError at the deadline."""
+        """Returns a tokenizer with room, which the caller releases. deadline: on the running loop's
+        clock; within a tenant the earliest goes first. Raises Unavailable when there is no
+        tokenizer for too long, TimeoutError at the deadline."""
         entry = Entry(
             wanted,
             wanted.tenant.sharer,
@@ -197,7 +197,7 @@ class TokenizerQueue:
             async with asyncio.timeout_at(deadline):
                 return await wanted.future
         except BaseException:
-            # Whoever is served or failed has left the queue, whether or not it still wants to know.
+            # Inputs that were served or failed have left the queue.
             if not wanted.future.done() or wanted.future.cancelled():
                 queue.remove(entry, served=False)
                 self._dispatch()
@@ -206,7 +206,7 @@ class TokenizerQueue:
             raise
 
     async def close(self) -> None:
-        """Whoever waits is ended by its own request."""
+        """Stops the queue. Waiting inputs are ended by their own requests."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
@@ -220,7 +220,7 @@ class TokenizerQueue:
             self._looking = None
 
     def _dispatch(self) -> None:
-        """Gives turns to as many as there is room for, in order."""
+        """Assigns tokenizers in order, as far as there is room."""
         if not self.num_waiting:
             return
         now = asyncio.get_running_loop().time()
@@ -233,13 +233,13 @@ class TokenizerQueue:
     def _serve_one(
         self, queue: FairQueue[QueuedInput], usable: list[Worker[TokenizerClient]]
     ) -> bool:
-        """Whether one left the queue that did not have to wait any longer."""
+        """Serves one input; returns whether one left the queue."""
         full: set[str] = set()
         for entry in queue.heads():
             wanted = entry.item
             if wanted.future.done() or wanted.tokenizer_digest in full:
-                # Who was cancelled takes itself out, and looks who comes next. Nobody passes one
-                # who wants the same.
+                # A cancelled input removes itself and triggers the next turn. An input never
+                # overtakes an earlier one that needs the same tokenizers.
                 continue
             worker = self._pick(
                 [worker for worker in usable if _fits(worker, wanted.tokenizer_digest)], wanted
@@ -255,7 +255,7 @@ class TokenizerQueue:
     def _give_up(
         self, queue: FairQueue[QueuedInput], usable: list[Worker[TokenizerClient]], now: float
     ) -> None:
-        """Ends the waiting of those whose tokenizers have been missing for too long."""
+        """Fails inputs whose tokenizers have been missing for too long."""
         digests = {entry.item.tokenizer_digest for entry in queue.heads()}
         absent = {one for one in digests if not any(_fits(worker, one) for worker in usable)}
         for entry in list(queue) if absent else ():
@@ -269,8 +269,8 @@ class TokenizerQueue:
     def _pick(
         self, fitting: list[Worker[TokenizerClient]], wanted: QueuedInput
     ) -> Worker[TokenizerClient] | None:
-        """The one with the fewest running calls of this router, of those that have room. One that
-        was passed over is taken only when there is no other, busy or not."""
+        """Returns the tokenizer with room and the fewest running calls of this router. One that is
+        passed over is used only when there is no other, busy or not."""
         fresh = [w for w in fitting if w.identity.instance_id not in wanted.passed_over]
         return min(
             (worker for worker in fresh or fitting if self._has_room(worker, wanted)),
@@ -302,43 +302,43 @@ PAUSE_S = 0.1
 MAX_KNOWN_GRAMMARS = 4096
 
 AT_ONCE_BYTES = 1 << 16
-"""Of packed ids that are unpacked without a pause: half a millisecond's."""
+"""Bytes of packed ids that are unpacked without yielding: about half a millisecond."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class AskedBy:
-    """The request that something is done for."""
+    """The request for which work is done."""
 
     request_id: str
     tenant: Tenant
     deadline: float
     """On the running loop's clock."""
     trace: TraceContext = UNTRACED
-    """What the work is a part of."""
+    """The trace context of the work."""
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as a tokenizer gives it back."""
+    """A prompt as a tokenizer returns it."""
 
     token_ids: tuple[int, ...]
     prefix_hashes: bytes
-    """Of its units, as `core.kvcache.prefix` computes them."""
+    """Hashes of its units, as `core.kvcache.prefix` computes them."""
     reasoning_open: bool = False
-    """It is a chat's and ends within reasoning."""
+    """Whether it is a chat's and ends within reasoning."""
     answer_format: AnswerFormat = AnswerFormat()
-    """Of the model."""
+    """The answer format of the model."""
     too_many: int = 0
-    """How many tokens there are, where they are too many to be unpacked; else 0."""
+    """The number of tokens, when there are too many to unpack; otherwise 0."""
 
 
 class Tokenizers:
-    """Work that tokenizers do for this router's requests, each in its tenant's turn, and by another
-    tokenizer when one fails.
+    """Runs tokenizer work for this router's requests, each in its tenant's turn, and retries it on
+    another tokenizer when one fails.
 
-    All calls raise BatonError, naming the field when the input is at fault; that is not tried
-    again. on_turn: called each time that the work is handed to a tokenizer.
+    All methods raise BatonError, naming the field when the input is invalid; that is not retried.
+    on_turn: called each time that the work is sent to a tokenizer.
     """
 
     def __init__(self, fleet: Fleet, config: RouterConfig, budget: RetryBudget) -> None:
@@ -346,7 +346,7 @@ class Tokenizers:
         self._config = config
         self._budget = budget
         self._known_grammars: OrderedDict[bytes, None] = OrderedDict()
-        """Digests of those that a tokenizer has tried: it remembers what it found."""
+        """Digests of grammars that a tokenizer has compiled: it caches the result."""
 
     async def encode(
         self,
@@ -361,15 +361,15 @@ class Tokenizers:
         on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] = lambda _: None,
     ) -> EncodedPrompt:
-        """size: bytes. grammar: tried first. most_tokens: of more only the number is returned, for
-        to unpack a million of them would block the event loop. on_served: gets the tokenizer that
-        did it."""
+        """Encodes a prompt. size: in bytes. grammar: compiled first. most_tokens: if there are
+        more, only their number is returned, because unpacking a million would block the event loop.
+        on_served: called with the tokenizer that did it."""
         item = _encode_input(prompt, cache_salt, grammar)
         digest = grammar.digest if grammar is not None else b""
         if grammar is not None and digest not in self._known_grammars:
             lane = Lane.GRAMMAR
         elif size >= LONG_BYTES or (isinstance(prompt, ChatPrompt) and prompt.template):
-            # A stranger's template may take long over any input.
+            # An untrusted template may take long over any input.
             lane = Lane.LONG
         else:
             lane = Lane.SHORT
@@ -395,7 +395,7 @@ class Tokenizers:
     async def names(
         self, token_ids: tuple[int, ...], model: ModelDescription, asked_by: AskedBy
     ) -> tuple[str, ...]:
-        """What these tokens are called in the vocabulary."""
+        """Returns the names of these tokens in the vocabulary."""
         item = _encode_input(TokenPrompt(token_ids), b"")
         item.with_token_strings = True
         output, _ = await self._ask(
@@ -415,7 +415,7 @@ class Tokenizers:
         skip_special_tokens: bool,
         on_turn: Callable[[], None] = lambda: None,
     ) -> str:
-        """The whole text of these ids."""
+        """Returns the whole text of these ids."""
         item = DecodeInput(
             token_ids=token_ids_to_bytes(token_ids), skip_special_tokens=skip_special_tokens
         )
@@ -429,7 +429,7 @@ class Tokenizers:
         return text
 
     async def close(self) -> None:
-        """Whoever waits is ended by its own request."""
+        """Stops the queue. Waiting inputs are ended by their own requests."""
         await self.turns.close()
 
     async def _ask(
@@ -441,9 +441,8 @@ class Tokenizers:
         work: Callable[[TokenizerClient], Callable[[str, float, TraceContext], Awaitable[T]]],
         on_turn: Callable[[], None] = lambda: None,
     ) -> tuple[T, Worker[TokenizerClient]]:
-        """What `work` of a tokenizer of the model returns, and that tokenizer. work: gets a client;
-        what it returns is called with the request's id, the seconds that are left, and its trace.
-        """
+        """Returns the result of `work` on a tokenizer of the model, and that tokenizer. work: takes
+        a client and returns a function of the request's id, the seconds left, and its trace."""
         loop = asyncio.get_running_loop()
         passed_over: set[str] = set()
         failures = 0
@@ -505,7 +504,7 @@ def _encode_input(prompt: Prompt, cache_salt: bytes, grammar: Grammar | None = N
 
 
 async def _unpack(packed: bytes) -> tuple[int, ...]:
-    """Token ids, some at a time, so that others on this loop do not wait for all of them."""
+    """Unpacks token ids in parts, so that other tasks on this loop do not wait for all of them."""
     if len(packed) <= AT_ONCE_BYTES:
         return token_ids_from_bytes(packed, "token_ids")
     found: list[int] = []
