@@ -196,7 +196,7 @@ class Ask:
     most_tokens: int
     """Upper bound of the prompt's tokens."""
     longest_output: int
-    """Tokens of all its choices together, as far as the request sets a limit."""
+    """Tokens of all its choices together; one per choice for a request without max_tokens."""
 
     @property
     def least_charge(self) -> int:

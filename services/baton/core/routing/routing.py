@@ -197,8 +197,8 @@ def _grown(since: float, moment: Moment) -> float:
 
 
 MAX_DRAWN = 12
-"""Most workers that are sampled from a pool. The best of this many is among the pool's best tenth
-in almost three of four cases."""
+"""Workers that are drawn from a large pool. The best of this many is among the pool's best tenth in
+almost three of four cases."""
 
 MAX_HOLDERS = 6
 

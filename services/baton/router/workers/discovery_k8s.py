@@ -399,7 +399,7 @@ class KubernetesSource:
 
 
 def runs(endpoint: Endpoint) -> bool:
-    """Whether to look for a worker there. The worker's own reports tell its state."""
+    """Whether to look for a worker there. The worker's own reports have its state."""
     return not endpoint.terminating
 
 

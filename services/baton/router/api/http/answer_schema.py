@@ -1,13 +1,13 @@
 """The JSON answers of the HTTP API as types.
 
-The OpenAPI document is made of them, and commands read answers with them. A docstring is the
-description in that document, so it describes the fields, too. Answers of generating routes are put
-together as plain values, because there is one for every token; the tests hold them against these
-types, strictly.
+The OpenAPI document is built from them, and commands decode answers with them. A docstring is the
+description in that document, so it describes the fields, too. Answers of generating routes are
+built as plain values, because there is one for every token; tests compare them strictly with these
+types.
 
-In what is remembered of a request, times are seconds. Whoever shows no operator's key sees of a
-worker no address, of an attempt no candidates and nothing predicted (null), and of a loss no
-message. A replay file has no text of the client's, except a grammar where that is wanted.
+Times in the record of a request are seconds. Without an operator's key a record has no worker
+addresses, no candidates and predictions of attempts (null), and no messages of losses. A replay
+file has no text of the client, except a grammar on request.
 """
 
 from __future__ import annotations

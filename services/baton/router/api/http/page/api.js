@@ -1,7 +1,7 @@
-// Speaks to this router's OpenAI API; knows nothing of the page.
+// A client of this router's OpenAI API, independent of the page.
 
 export class ApiError extends Error {
-  // status: 0 when no answer came. retryAfter: seconds, or null.
+  // status: 0 without an answer. retryAfter: seconds, or null.
   constructor(message, status, retryAfter = null) {
     super(message);
     this.status = status;
@@ -27,25 +27,25 @@ async function ask(path, options) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // It was no JSON: the status has to do.
+    // The body is not JSON: only the status is known.
   }
   throw new ApiError(message, response.status, Number.isFinite(after) ? after : null);
 }
 
-// Names of the models served.
+// Returns the names of the models served.
 export async function models(key) {
   const response = await ask("v1/models", { headers: headers(key) });
   return (await response.json()).data.map((model) => model.id);
 }
 
-// What became of one answer. id: of its chunks.
+// The outcome of one answer. id: of its chunks.
 export async function explained(id, key) {
   const response = await ask(`requests/${encodeURIComponent(id)}`, { headers: headers(key) });
   return response.json();
 }
 
-// The chunks of one streamed answer. It ends well only after one with `usage`, and with `baton` where
-// the router tells it.
+// Yields the chunks of one streamed answer. A complete answer ends with a chunk that has `usage`, and
+// `baton` if the router sends timings.
 export async function* chat(body, key, signal) {
   const response = await ask("v1/chat/completions", {
     method: "POST",

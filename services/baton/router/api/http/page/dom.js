@@ -1,4 +1,4 @@
-// Makes elements; text is only ever set as text, so that nothing a model says becomes markup.
+// Creates elements. Text is always set as text, so that model output never becomes markup.
 
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);

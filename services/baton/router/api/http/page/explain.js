@@ -1,4 +1,4 @@
-// Draws why an answer ran where it did, once the reader wants to know; knows nothing of its text.
+// Draws the explanation of an answer's placement, on request.
 
 import { make, seconds } from "./dom.js";
 
@@ -6,7 +6,7 @@ function hint(text) {
   return make("p", { className: "hint", textContent: text });
 }
 
-// Where an attempt lies in the time of the whole request.
+// The position of an attempt in the time of the whole request.
 function track(attempt, total) {
   const filled = make("span", { className: `filled ${attempt.state}` });
   const ended = attempt.ended_s ?? total;
@@ -41,7 +41,7 @@ function drawn(attempt, told) {
   return found;
 }
 
-// A box that asks when it is opened. ask: gives what GET /requests/{id} answers.
+// A box that loads its content when it is opened. ask: returns the answer of GET /requests/{id}.
 export function explanation(ask) {
   const body = make("div", { className: "explained" });
   const title = make("summary", { textContent: "Why here?" });

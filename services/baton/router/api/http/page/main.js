@@ -30,7 +30,7 @@ function say(text) {
 }
 
 function follow() {
-  // Not while the reader looks at something further up.
+  // Not while the reader has scrolled up.
   const left = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
   return left < 120 ? () => (scroller.scrollTop = scroller.scrollHeight) : () => undefined;
 }
@@ -72,7 +72,7 @@ async function send(text) {
     if (error.name === "AbortError") turn.stopped();
     else failed(turn, text, error);
   }
-  // A stopped or broken answer is what the reader saw: the conversation goes on from it.
+  // The conversation continues from what the reader saw, also of a stopped or broken answer.
   const said = turn.text ? [{ role: "assistant", content: turn.text }] : [];
   if (history === before && said.length) history = [...messages, ...said];
   busy(null);

@@ -1,4 +1,4 @@
-// What the reader set: sampling, system message, API key. The key stays in this tab.
+// The settings of the reader: sampling, system message, API key. The key stays in this tab.
 
 const KEY = "baton-api-key";
 const NUMBERS = ["temperature", "top_p", "repetition_penalty", "top_k", "seed"].concat(
@@ -36,7 +36,7 @@ export function open(wanted) {
 
 export const system = () => field("system").value.trim();
 
-// Parameters of a request; what is left empty is left to the router.
+// Returns the parameters of a request; empty ones are left to the router.
 export function sampling() {
   const found = {};
   for (const name of NUMBERS) {

@@ -1,4 +1,4 @@
-// Draws where an answer's time went and who served it; knows nothing of how it was asked for.
+// Draws the time of an answer by stage, and the workers that served it.
 
 import { make, seconds } from "./dom.js";
 
@@ -114,7 +114,7 @@ function workers(list) {
   );
 }
 
-// What stands beside one answer. baton: as the API tells it, or undefined when it does not.
+// Returns the timings beside one answer. baton: from the API, or undefined without timings.
 export function timings(usage, baton) {
   if (!baton) {
     const text = `${usage.completion_tokens} tokens. This router does not tell more.`;

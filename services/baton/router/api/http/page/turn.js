@@ -1,4 +1,4 @@
-// One turn of the conversation on the page: what was asked, the answer, and what stands beside it.
+// One turn of the conversation on the page: the prompt, the answer, and its details.
 
 import { make, seconds } from "./dom.js";
 import { explanation } from "./explain.js";
@@ -42,7 +42,7 @@ export class Turn {
     }
   }
 
-  // While it runs: what this page has seen of it. The router's own numbers come at the end.
+  // While it runs: what this page has measured. The router's own numbers arrive at the end.
   show() {
     const now = performance.now();
     const parts = [`First text after ${seconds((this.firstAt - this.began) / 1000)}`];
@@ -50,7 +50,7 @@ export class Turn {
     this.beside.firstChild.textContent = parts.join(" · ");
   }
 
-  // explain: gives what the router remembers of it.
+  // explain: returns the router's record of it.
   finish(usage, baton, explain) {
     this.end();
     this.beside.replaceChildren(...timings(usage, baton));
@@ -63,7 +63,7 @@ export class Turn {
     this.beside.replaceChildren();
   }
 
-  // Why there is no (whole) answer; `again` is called when the reader wants another try.
+  // Why the answer is missing or incomplete; `again` is called to try again.
   fail(error, again) {
     this.end();
     const button = make("button", { type: "button", className: "quiet", textContent: "Try again" });
