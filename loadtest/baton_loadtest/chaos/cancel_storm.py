@@ -1,9 +1,9 @@
-"""`baton chaos kv cancel-storm`: requests that are given up at any moment leave nothing behind.
+"""`baton chaos kv cancel-storm`: requests cancelled at any moment leave no resources behind.
 
-Router and workers are real processes. Before and after the storm each one's blocks, buffers, tasks
-and file descriptors are counted. Then, one at a time, running requests are cancelled and the decode
-worker is watched until all its blocks are free; what that takes includes the way through the router
-and the watching itself.
+Router and workers are real processes. Blocks, buffers, tasks and file descriptors of each process
+are counted before and after the storm. Then running requests are cancelled one at a time, until all
+blocks of the decode worker are free; that time includes the path through the router and the
+polling.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton_loadtest.report import Result, at_most, quantile
 
 CONCURRENCY = 24
 LONGEST_S = 0.25
-"""A cancelled request lives up to so long: about what a whole one takes here."""
+"""The longest time before a request is cancelled: about the duration of a whole one here."""
 
 WITHIN_S = 2.0
 SETTLE_S = 30.0
@@ -38,7 +38,7 @@ Counts = Mapping[str, float]
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when the processes do not come to rest at all."""
+    """Raises Broken if the processes do not become idle."""
     return asyncio.run(_measure(args))
 
 
@@ -49,7 +49,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         open_channel(running.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
-        # Whatever is made once and kept is made now.
+        # Creates everything that is created once and kept.
         await asyncio.gather(*(read(_ask(stub, draw)) for _ in range(CONCURRENCY)))
         await _storm(stub, draw, 5 * CONCURRENCY)
         before = await _at_rest(running)
@@ -71,7 +71,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 
 
 async def _storm(stub: inference_pb2_grpc.InferenceStub, draw: random.Random, count: int) -> int:
-    """Cancels so many requests, CONCURRENCY at a time. Returns how many ended before."""
+    """Cancels so many requests, CONCURRENCY at a time. Returns how many had ended before."""
     left, finished = iter(range(count)), 0
 
     async def worker() -> None:
@@ -91,7 +91,7 @@ async def _storm(stub: inference_pb2_grpc.InferenceStub, draw: random.Random, co
 async def _cancel_one_by_one(
     running: Cluster, stub: inference_pb2_grpc.InferenceStub, draw: random.Random, samples: int
 ) -> tuple[list[float], float]:
-    """Seconds from cancel to free blocks, and a step's mean time in milliseconds."""
+    """Returns the seconds from cancel to free blocks, and a step's mean time in milliseconds."""
     decode = running.child("decode-0").spec
     waits = []
     for _ in range(samples):
@@ -113,15 +113,16 @@ _USED = ("baton_blocks", 'state="used"')
 
 
 async def _at_rest(running: Cluster) -> Counts:
-    """What is there when nothing is asked: the least of several looks, for tasks come and go."""
+    """Returns the counts of an idle cluster: the minimum of several polls, because tasks vary."""
     await asyncio.sleep(WITHIN_S)
     looks = [await _counts(running) for _ in range(5)]
     return {name: min(look[name] for look in looks) for name in looks[0]}
 
 
 async def _rest(running: Cluster, before: Counts) -> tuple[Counts, float]:
-    """Looks until each count has been as it was, but not for ever: the counts, and seconds until
-    then. Each by itself, because a look itself costs a process a socket and a task for a moment.
+    """Polls until each count has returned to its earlier value, or a time limit. Returns the counts
+    and the seconds. Counts are compared one by one, because a poll itself briefly uses a socket and
+    a task.
     """
     began = time.perf_counter()
     after = dict(before)
@@ -135,7 +136,8 @@ async def _rest(running: Cluster, before: Counts) -> tuple[Counts, float]:
 
 
 async def _counts(running: Cluster) -> Counts:
-    """By "process what": used blocks and buffers, requests or attempts, tasks, file descriptors."""
+    """Returns counts by "process what": used blocks and buffers, requests or attempts, tasks, file
+    descriptors."""
     counts: dict[str, float] = {}
     for child in running.children:
         counts.update(await asyncio.to_thread(_counts_of, running, child))
@@ -158,7 +160,7 @@ def _counts_of(running: Cluster, child: ChildProcess) -> dict[str, float]:
 
 
 def _left(before: Counts, after: Counts, kind: str) -> float:
-    """What is there and was not, over all processes."""
+    """Returns the increase of a count over all processes."""
     names = [name for name in before if name.partition(" ")[2] == kind]
     return sum(max(0.0, after[name] - before[name]) for name in names)
 

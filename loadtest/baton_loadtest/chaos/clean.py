@@ -1,4 +1,4 @@
-"""`baton chaos kv clean`: KV chunks that nobody touches; none may be taken for a damaged one."""
+"""`baton chaos kv clean`: undamaged KV chunks; none may be reported as damaged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PER_HANDOVER = 60
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a process is gone or does not answer."""
+    """Raises Broken if a process has ended or does not answer."""
     per = min(PER_HANDOVER, args.count)
     settings = replace(
         Settings(transport=args.transport), positions=per * PER_BUFFER, chunk=5 * PER_BUFFER

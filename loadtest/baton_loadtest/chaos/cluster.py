@@ -1,6 +1,6 @@
-"""Router and workers as real processes for one experiment, with the runner that needs no model.
+"""Router and workers as real processes for one experiment, with the fake runner.
 
-Its tokens are hashes of all KV before them, so that any wrong byte of KV gives other tokens.
+Its tokens are hashes of all KV before them, so any wrong byte of KV changes the tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ START_S = 60.0
 
 
 class Cluster:
-    """What runs. Children stay in the order of the layout."""
+    """The running processes, in the order of the layout."""
 
     def __init__(self, layout: Layout, children: Sequence[ChildProcess]) -> None:
         self.layout, self.children = layout, children
@@ -38,7 +38,7 @@ class Cluster:
         return self.layout.grpc
 
     def metrics(self, spec: ProcessSpec) -> dict[str, float]:
-        """Blocks. Raises OSError."""
+        """Blocks the calling thread. Raises OSError."""
         return scrape(self.layout.metrics_url(spec))
 
     def children_of(self, *roles: str) -> list[ChildProcess]:
@@ -56,10 +56,10 @@ async def cluster(
     routed: Mapping[int, int] | None = None,
     flags: Mapping[str, Sequence[str]] | None = None,
 ) -> AsyncIterator[Cluster]:
-    """Everything started and known to the routers, everything killed afterwards.
+    """Starts all processes, waits until the routers are connected, and kills all at the end.
 
-    faults: of all engine processes. routed: the one decode worker that a router knows, by their
-    indices; a router that is not named knows all. flags: more of them, by a process's name.
+    faults: of all engine processes. routed: for a router's index, that of its only decode worker;
+    other routers have all workers. flags: additional ones, by process name.
     """
     http, grpc = free_ports(2)
     options = replace(options, runner="fake", http_port=http, grpc_port=grpc)
@@ -118,16 +118,13 @@ async def _ready(started: Cluster, routed: bool) -> None:
         raise Broken(f"router and workers were not ready after {START_S:.0f} s") from None
 
 
-# Requests of random tokens to a router, as calls that can be given up; counts nothing.
-
-
 TIMEOUT_S = 120
 
 
 def call(
     stub: inference_pb2_grpc.InferenceStub, draw: random.Random, prompt: int, output: int
 ) -> Any:
-    """A Generate stream of so many tokens. Prompts are drawn, so that nothing is cached."""
+    """Starts a Generate stream. Prompts are random, so that nothing is cached."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[draw.randrange(64, 1900) for _ in range(prompt)]),
         options=inference_pb2.GenerationOptions(
@@ -140,9 +137,9 @@ def call(
 
 
 async def read(stream: Any) -> bool:
-    """Reads to the end. False when it failed or was given up with `stream.cancel()`.
+    """Reads to the end. Returns False if it failed or was cancelled with `stream.cancel()`.
 
-    A task that is cancelled while it reads gives up the stream as well.
+    Cancelling the task that reads also cancels the stream.
     """
     try:
         async for _ in stream:

@@ -1,4 +1,4 @@
-"""`baton chaos`: finds the experiment, shows its counts and writes them; breaks nothing itself.
+"""`baton chaos`: finds the experiment, shows its counts and writes them.
 
 An experiment, or a schedule of `run`, is a module with `measure(args)`, which returns its results.
 """
@@ -17,11 +17,8 @@ from baton.core.errors import InvalidArgument
 from baton_loadtest import report
 from baton_loadtest.chaos.streams.fleet import WORKER_ROLES
 
-# The flags of every experiment on hand-overs, and how long each takes; imports no experiment.
-
-
 TCP = "tcp,self"
-"""Over TCP a frozen process answers no read; over shared memory it need not even know of one."""
+"""Over TCP a frozen process answers no reads; over shared memory reads do not involve it."""
 
 
 def add_kv(kinds: Any) -> None:
@@ -75,15 +72,13 @@ def _kind(
     return parser
 
 
-# The flags of `baton chaos run`, and how long each schedule is; imports no schedule.
-
-
 @dataclass(frozen=True, slots=True)
 class Length:
-    """What a schedule takes when nothing else is said. rounds: of what it repeats."""
+    """A schedule's default length."""
 
     streams: int
     rounds: int = 1
+    """Repetitions."""
     hold_s: float = 5.0
 
 
@@ -94,7 +89,7 @@ LENGTHS = {
     "rolling": Length(200, rounds=2),
     "slow-links": Length(100, hold_s=4.0),
 }
-"""Each schedule is a module of this package."""
+"""Each schedule is a module of `streams`."""
 
 
 ROLES = (*WORKER_ROLES, "router")
@@ -147,7 +142,7 @@ def add_streams(parser: argparse.ArgumentParser) -> None:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Fills in what depends on the schedule. Raises InvalidArgument."""
+    """Sets defaults that depend on the schedule. Raises InvalidArgument."""
     length = LENGTHS[args.schedule]
     args.streams = args.streams or length.streams
     args.rounds = args.rounds or length.rounds
@@ -186,7 +181,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when a goal was missed."""
+    """Returns 1 if a goal was missed."""
     if args.chaos == "kv" and args.experiment == "points":
         _points()
         return 0

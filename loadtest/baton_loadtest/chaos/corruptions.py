@@ -1,9 +1,9 @@
-"""`baton chaos kv corruptions`: KV chunks damaged in every way there is; each must be found out.
+"""`baton chaos kv corruptions`: KV chunks damaged in every possible way; all must be detected.
 
-Two processes and a real transport. A hand-over with one injected fault must end with a typed error
-and no wrong byte unpacked, and the next one, undisturbed, must bring every byte. Then whole
-requests through router and workers, every second KV chunk damaged: their tokens must be those of
-the same requests undisturbed.
+Two processes use a real transport. A hand-over with one injected fault must end with a typed error
+and without unpacking a wrong byte, and the next, undisturbed one must transfer every byte. Then
+whole requests run through router and workers with every second KV chunk damaged; their tokens must
+be those of the same requests undisturbed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from baton_loadtest.chaos.world import Broken, World, right
 from baton_loadtest.drive import answers, random_prompts
 from baton_loadtest.report import Result, at_most, compared
 
-# Whole requests over hand-overs that are damaged again and again, and their tokens.
-
-
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 
 RULES = (
@@ -36,18 +33,18 @@ RULES = (
     "length@sender.sealed",
     "layout@sender.sealed",
 )
-"""One KV chunk a request, so none are swapped. Every second KV chunk that is sealed takes a turn.
-"""
+"""One KV chunk per request, so none are swapped. Rules take turns at every second KV chunk that is
+sealed."""
 
 
 def with_settings(rule: str, **settings: int) -> str:
-    """A rule with more settings."""
+    """Returns a rule with more settings."""
     more = ",".join(f"{key}={value}" for key, value in settings.items())
     return f"{rule}{',' if ':' in rule else ':'}{more}"
 
 
 def corrupted(args: argparse.Namespace) -> list[Result]:
-    """The same requests with and without faults."""
+    """Runs the same requests with and without faults."""
     every = 2 * len(RULES)
     rules = [with_settings(rule, at=2 * i + 4, every=every) for i, rule in enumerate(RULES)]
     faults = ";".join([f"seed={args.seed}", *rules])
@@ -56,13 +53,13 @@ def corrupted(args: argparse.Namespace) -> list[Result]:
     equal = sum(ours == theirs for ours, theirs in zip(disturbed, undisturbed, strict=True))
     return [
         compared("whole requests with their own tokens", equal, "", args.requests, 1.0),
-        # What was damaged is computed again by the decode worker itself or handed over once more.
+        # What was damaged is computed again by the decode worker, or handed over again.
         compared("KV chunks of these found damaged", refused, "", args.requests, 0.3),
     ]
 
 
 async def _run(args: argparse.Namespace, faults: str) -> tuple[list[list[int]], float]:
-    """The tokens of each request, and how many KV chunks were found damaged."""
+    """Returns the tokens of each request, and the number of KV chunks detected as damaged."""
     options = UpOptions(decode=2, transport=args.transport, local_prefill_tokens=APART)
     async with cluster(options, faults=faults) as running:
         prompts = random_prompts(args.seed, args.requests, PROMPT_TOKENS)
@@ -96,7 +93,7 @@ INJECTIONS = {
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a process is gone or does not answer."""
+    """Raises Broken if a process has ended or does not answer."""
     settings = Settings(transport=args.transport, buffer_bytes=ALIGNMENT)
     settings = replace(settings, positions=KV_CHUNKS * 15, chunk=15)
     draw = random.Random(args.seed)
@@ -104,7 +101,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     detected: Counter[str] = Counter()
     wrong = retried = 0
     with World(settings, draw, args.ucx_tls) as world:
-        # What is brought back later has to be there first.
+        # A chunk can be replayed only after others were sent.
         for _ in range(3):
             world.hand_over()
         for number in range(args.count):
@@ -131,8 +128,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 def _inject(world: World, rule: str) -> tuple[bool, int]:
-    """One hand-over with one fault: whether it was found, and what was unpacked wrongly."""
-    # The last KV chunk has none after it to be swapped with.
+    """Runs one hand-over with one fault. Returns whether it was detected, and the number of wrongly
+    unpacked positions."""
+    # No KV chunk follows the last one, with which it could be swapped.
     rule = with_settings(rule, at=world.draw.randint(1, KV_CHUNKS - 1))
     rule = f"seed={world.draw.getrandbits(30)};{rule}"
     at_sender = "@sender." in rule

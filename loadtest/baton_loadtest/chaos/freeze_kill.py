@@ -1,9 +1,9 @@
-"""`baton chaos kv freeze-kill`: either side stops or dies at every named point of the protocol.
+"""`baton chaos kv freeze-kill`: either side is frozen or killed at every point of the protocol.
 
-What must hold each time: the other side lives; whatever it was doing ends right or with a typed
-error in time; a buffer that a frozen peer may still fill stays out of use until that peer is back;
-then both rings are full again, nothing changed outside the buffers that were in use, and the next
-hand-over brings every byte.
+Each time: the other side survives; its hand-over ends correctly, or with a typed error in time; a
+buffer that a frozen peer may still write stays out of use until that peer is back; then both pools
+are full again, nothing changed outside the buffers in use, and the next hand-over transfers every
+byte.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 
 ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
-"""Points that a hand-over reaches once; the others are reached with every chunk or KV chunk."""
+"""Points that a hand-over reaches once; others are reached with every chunk or KV chunk."""
 
 DEADLINE_S = 12.0
 GRACE_S = 2.5
-"""A side looks at its time once a second, and says goodbye for at most another."""
+"""A side checks its deadlines once a second, and takes at most another second to close."""
 
 TYPED = {"HandoverFailed", "Overloaded", "DeadlineExceeded", "Unavailable", "Cancelled", "PeerLost"}
 
@@ -37,9 +37,10 @@ PLACES = [
 
 @dataclass(slots=True)
 class Tally:
-    """runs: those in which the victim really stopped. Everything else counts runs or bytes."""
+    """Counts of runs, or of bytes."""
 
     runs: int = 0
+    """Those in which the victim really stopped."""
     survived: int = 0
     ended: int = 0
     full_again: int = 0
@@ -51,10 +52,10 @@ class Tally:
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken, with the point, when something that must happen does not."""
+    """Raises Broken, with the point, if a required event does not happen."""
     draw, tally = random.Random(args.seed), Tally()
     cases = [(side, point, how) for how in ("freeze", "kill") for side, point in PLACES]
-    # Large enough that a read is often under way when its sender stops.
+    # Large enough that a read is often in progress when its sender stops.
     settings = Settings(
         transport=args.transport, buffer_bytes=256 << 10, layers=32, positions=6 * 63, chunk=2 * 63
     )
@@ -96,7 +97,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     other = world.receiver if side == "sender" else world.sender
     for peer in (victim, other):
         peer.ask("reset")
-        # A point that was not reached last time is not to be met now.
+        # A fault whose point was not reached last time must not happen now.
         peer.ask("arm", faults="")
     handover_id = world.new_id()
     victim.ask("arm", faults=rule)
@@ -109,7 +110,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
         "the point to be reached",
     )
     if victim.alive and not victim.frozen:
-        # Chunks that were told together leave later points unreached.
+        # Several chunks in one message can leave later points unreached.
         world.settle()
         return
     tally.runs += 1
@@ -132,7 +133,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
     world.settle()
     tally.full_again += 1
     for peer in (other, world.peers[side]):
-        # A new process has not had its buffers filled; its guards count all the same.
+        # A new process has unfilled buffers; its guards are checked all the same.
         if peer is other or rule.startswith("freeze"):
             state = peer.ask("state", look=True)
             tally.changed += state["changed"]
@@ -151,7 +152,7 @@ def _thaw(victim: Peer, other: Peer, orphaned: int, tally: Tally) -> None:
 
 
 def _outcome(answer: Future[Said], role: str) -> str:
-    """completed, the error's name, or "wrong" for what must not be."""
+    """Returns completed, the error's name, or "wrong" for an outcome that is not allowed."""
     try:
         said = answer.result(DEADLINE_S + 2 * GRACE_S)
     except (PeerGone, TimeoutError):

@@ -1,7 +1,8 @@
-"""`baton chaos hang`: a worker of each role stops for 1, 5 and 60 s under load, and goes on.
+"""`baton chaos hang`: a worker of each role is stopped for 1, 5 and 60 s under load, then resumed.
 
-For a second nobody minds. For longer its requests go on elsewhere within three seconds, and when it
-is back, what it still says is not heard: every stream is the one that an undisturbed run gave.
+A stop of a second has no consequences. In a longer one its requests continue on other workers
+within three seconds, and after it the worker's late messages are ignored: every stream has the
+tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -31,34 +32,37 @@ SHORT_S = 1.0
 STREAMS = 8
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 600
 LEAD_S = 1.0
-"""Load before the stop, so that every stream is under way."""
+"""Load before the stop, so that every stream has begun."""
 AFTER_S = 3.0
-"""Load after the end of the stop: a zombie has its say then."""
+"""Load after the end of the stop, when the resumed worker sends late messages."""
 MOVED = ("baton_migrations_total", "baton_retries_total")
 
 
 @dataclass(slots=True)
 class Round:
-    """What streams that ran during one stop met. stall_s: the longest silence of any, from asking
-    on. moved: attempts that went on elsewhere."""
+    """The streams that ran during one stop."""
 
     streams: int = 0
     exact: int = 0
     stall_s: float = 0.0
+    """The longest pause of any stream, including before its first token."""
     moved: float = 0.0
+    """Attempts that continued on other workers."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """seed: of its prompt. heard: when it was asked, and when something of it came."""
+    """One stream."""
 
     seed: int
+    """Of its prompt."""
     heard: list[float] = field(default_factory=list)
+    """When the request was sent, and when parts of the answer arrived."""
     token_ids: list[int] = field(default_factory=list)
     failed: bool = False
 
     def stall_s(self, since: float, until: float) -> float:
-        """The longest silence that overlaps a time."""
+        """Returns the longest pause that overlaps a period."""
         gaps = zip(self.heard, self.heard[1:], strict=False)
         return max((b - a for a, b in gaps if b > since and a < until), default=0.0)
 

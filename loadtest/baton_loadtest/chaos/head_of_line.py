@@ -1,9 +1,9 @@
-"""`baton chaos kv head-of-line`: one decode worker is frozen or full; another's requests go on.
+"""`baton chaos kv head-of-line`: one decode worker is frozen or full; others' requests continue.
 
-One prefill worker gives to three decode workers, each behind a router of its own, so that it is
-settled who asks for which. Requests to the first one are counted. The second one gets into trouble,
-with requests sent to it all the while; rounds with the same load on the third one, which bears it,
-alternate with these, so that what is compared differs by the trouble and not by the work.
+One prefill worker hands over to three decode workers, each behind its own router, so that each
+request's worker is known. Requests to the first worker are counted. The second one is disturbed
+while requests are sent to it. Rounds with the same load on the third, undisturbed one alternate
+with these, so that the rounds differ in the disturbance and not in the work.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton_loadtest.launch import say
 from baton_loadtest.report import Result, compared
 
 RATE = 10.0
-"""Requests a second beside the counted ones: open loop, for an unanswered one stops nobody."""
+"""Requests per second besides the counted ones, in an open loop: an unanswered one delays none."""
 
 CONCURRENCY = 4
 PROMPT_TOKENS, OUTPUT_TOKENS = 200, 16
 LONG_PROMPT, LONG_OUTPUT, LONG_ONES = 1900, 140, 3
-"""Two of these fill the small pool of the worker in trouble, and one more wants to."""
+"""Two of these fill the small pool of the disturbed worker, and a third one waits for room."""
 
 COUNTED, TROUBLED, SOUND = 0, 1, 2
 SMALL_POOL = ("--block-size", "1")
@@ -42,13 +42,13 @@ ROUNDS = {
     "busy": (SOUND, LONG_ONES),
     "full": (TROUBLED, LONG_ONES),
 }
-"""Who gets the load beside the counted requests, and how many long requests belong to it."""
+"""Which worker gets the additional load, and its number of long requests."""
 
 Stubs = Sequence[inference_pb2_grpc.InferenceStub]
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Alternating rounds; medians are compared."""
+    """Runs alternating rounds and compares their medians."""
     return asyncio.run(_measure(args))
 
 
@@ -87,7 +87,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 async def _round(
     name: str, running: Cluster, stubs: Stubs, draw: random.Random, seconds: float
 ) -> float:
-    """Counted requests a second that were answered."""
+    """Returns the counted requests per second that were answered."""
     beside, num_long = ROUNDS[name]
     done, ends = 0, time.perf_counter() + seconds
 
@@ -118,7 +118,7 @@ async def _frozen(
         yield
     finally:
         os.kill(victim, signal.SIGCONT)
-        # Until its router has found it well again.
+        # Until its router uses it again.
         await read(call(stubs[TROUBLED], draw, PROMPT_TOKENS, OUTPUT_TOKENS))
 
 
@@ -126,7 +126,8 @@ async def _frozen(
 async def _load(
     stub: inference_pb2_grpc.InferenceStub, draw: random.Random, num_long: int
 ) -> AsyncIterator[None]:
-    """Short requests at a rate and so many long ones at a time, until left; then none is open."""
+    """Sends short requests at a rate, and keeps long ones open, within the block; none is open
+    after it."""
     open_calls: set[asyncio.Task[bool]] = set()
 
     async def short() -> None:

@@ -1,8 +1,8 @@
-"""`baton chaos kv late-write`: a sender freezes amid reads, its reader gives up, then it is back.
+"""`baton chaos kv late-write`: a sender freezes during reads, its reader gives up, it is thawed.
 
-With NIXL alone, what was posted then still lands in memory that is in use again. Here it may land
-in buffers only, which are out of use until it has: the bytes that came late there show that the
-experiment bites, and none may be found anywhere else.
+With NIXL alone, reads posted before could still write to memory that is in use again. Here they may
+write only to buffers that stay out of use until then. Late bytes in these buffers show that the
+experiment works; there must be none anywhere else.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MIB = 1 << 20
 KV_CHUNKS = 4
 LAYERS = 64
 TOLD_S = 0.05
-"""Until what a sender has told before it freezes is with its receiver."""
+"""Time for messages of a sender to reach its receiver before it freezes."""
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a process is gone or does not answer."""
+    """Raises Broken if a process has ended or does not answer."""
     draw = random.Random(args.seed)
     buffer_bytes = args.slot_mib * MIB
     per_buffer = (buffer_bytes - HEADER_BYTES) // (128 * LAYERS)
@@ -61,7 +61,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
 
 
 def _run(world: World, spare: Peer) -> tuple[int, int, int, bool]:
-    """Buffers orphaned, bytes that came late, bytes changed elsewhere, whether others went on."""
+    """Returns buffers orphaned, late bytes, bytes changed elsewhere, whether other hand-overs went
+    on."""
     sender, receiver, draw = world.sender, world.receiver, world.draw
     for peer in (sender, receiver):
         peer.ask("reset")

@@ -1,7 +1,8 @@
-"""One side of a hand-over in a process of its own: what a worker runs, without a model.
+"""One side of a hand-over in its own process: the transfer code of a worker, without a model.
 
-A guarded staging pool shows what was written where it must not be; a pattern stands for what an
-engine computes. The experiment on the other end of the pipe says what to do.
+A guarded staging pool detects wrong writes; a pattern stands for an engine's KV. The experiment
+commands this process by JSON lines on stdin. Every line has a number `n`, which its answer repeats.
+Arguments: ROLE (sender or receiver) and SETTINGS as JSON.
 """
 
 from __future__ import annotations
@@ -42,30 +43,25 @@ from baton.transfer.transports import Staging, TransferReader
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
-# What the two processes of an experiment are made of; plain values.
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """layers: 128 bytes per position each. positions: of the longest input. chunk: positions that
-    are computed at a time. heartbeat_s and missed: see `baton.transfer.stream.Liveness`.
-    """
+    """The settings of both processes."""
 
     transport: str = "nixl"
     num_buffers: int = 8
     buffer_bytes: int = 4096
     layers: int = 2
+    """128 bytes per position each."""
     positions: int = 90
+    """Of the longest input."""
     chunk: int = 30
+    """Positions computed at a time."""
     heartbeat_s: float = 0.1
+    """See `baton.transfer.stream.Liveness`."""
     missed: int = 10
+    """See `baton.transfer.stream.Liveness`."""
     faults: str = ""
-
-
-# KV whose every byte is known, and a pool to put it in that shows what else was written.
-#
-# A hash stands for a model's KV: what lies at a position follows from the hand-over's id and the
-# position, so that bytes of another hand-over, position or time are never right by chance.
 
 
 CANARY = 0xEE
@@ -73,17 +69,18 @@ HEADS, HEAD_SIZE = 2, 8
 
 
 def layout(layers: int) -> KvLayout:
-    """128 bytes per position and layer."""
+    """Returns a layout with 128 bytes per position and layer."""
     return KvLayout("ab" * 32, "float32", layers, HEADS, HEAD_SIZE, HEAD_SIZE)
 
 
 def kv_of(handover_id: bytes, position: int, size: int) -> bytes:
-    """The KV of one position of one hand-over."""
+    """Returns the KV of one position of one hand-over: a hash of the hand-over's id and the
+    position, so that bytes of another hand-over, position or time never match by chance."""
     return hashlib.shake_128(handover_id + position.to_bytes(4, "little")).digest(size)
 
 
 class Pool:
-    """Stands for an engine's blocks: room for one input, and as much around it for nobody."""
+    """Stands for an engine's blocks: room for one input, and as much guard memory around it."""
 
     def __init__(self, positions: int, bytes_per_position: int) -> None:
         self._size, self._margin = bytes_per_position, positions * bytes_per_position
@@ -101,14 +98,14 @@ class Pool:
         return len(self._unpacked)
 
     def num_wrong(self, handover_id: bytes) -> int:
-        """Positions that were unpacked and do not hold what they must."""
+        """Returns the number of unpacked positions with wrong contents."""
         return sum(
             self._at(position) != kv_of(handover_id, position, self._size)
             for position in self._unpacked
         )
 
     def num_changed(self) -> int:
-        """Bytes that nobody unpacked and that are not what they were."""
+        """Returns the number of bytes that changed without being unpacked."""
         left = bytearray(self._memory)
         for position in self._unpacked:
             start = self._margin + position * self._size
@@ -116,11 +113,11 @@ class Pool:
         return differing(left, self._clean)
 
     def contents(self) -> bytes:
-        """All of it, as it is now."""
+        """Returns the current contents."""
         return bytes(self._memory)
 
     def clear(self) -> None:
-        """Only when nothing unpacks."""
+        """Must not be called while data is unpacked."""
         self._memory[:] = self._clean
         self._unpacked.clear()
 
@@ -130,18 +127,15 @@ class Pool:
 
 
 def differing(one: bytes | bytearray | memoryview, other: bytes | bytearray | memoryview) -> int:
-    """How many bytes differ."""
+    """Returns how many bytes differ."""
     return int(np.count_nonzero(np.frombuffer(one, np.uint8) != np.frombuffer(other, np.uint8)))
-
-
-# A ring between two memories that nobody may write, which tells what changed where it must not.
 
 
 TRIES = 32
 
 
 class WatchedRing(StagingPool):
-    """Remembers which buffers anybody has had."""
+    """A pool that records which buffers were ever taken."""
 
     taken: set[int]
 
@@ -157,10 +151,10 @@ class WatchedRing(StagingPool):
 
 
 class Guarded:
-    """A ring and its guards, each as large as the ring itself.
+    """A pool between two guards of the same size, which detect wrong writes.
 
-    adjacent: how many guards lie right next to the ring. The system puts equal memories one below
-    the other unless a gap ends between them; so gaps are filled up until it does.
+    adjacent: how many guards are directly next to the pool. The system maps memory of equal size
+    one below the other unless a gap fits; so gaps are filled until it does.
     """
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
@@ -190,24 +184,25 @@ class Guarded:
         return self._above, self._below
 
     def clear(self) -> None:
-        """Fills all buffers. Only when every one is free."""
+        """Fills all buffers with a pattern. All of them must be free."""
         for index in range(self.ring.num_buffers):
             self.ring.view(index)[:] = self._buffer_canary
         self.ring.taken.clear()
 
     def num_changed(self) -> int:
-        """Bytes that changed in the guards and in buffers that nobody has had since `clear`."""
+        """Returns the bytes that changed since `clear` in the guards and in buffers that were not
+        taken."""
         changed = sum(differing(guard[:], self._canary) for guard in self._guards)
         for index in set(range(self.ring.num_buffers)) - self.ring.taken:
             changed += differing(self.ring.view(index), self._buffer_canary)
         return changed
 
     def snapshot(self) -> None:
-        """Remembers what lies in every buffer now."""
+        """Stores the contents of every buffer."""
         self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_buffers)}
 
     def num_late(self) -> int:
-        """Bytes that changed in buffers since `snapshot`."""
+        """Returns the bytes in buffers that changed since `snapshot`."""
         return sum(differing(self.ring.view(i), old) for i, old in self._before.items())
 
 
@@ -215,15 +210,13 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-# What both sides' processes have: a guarded ring, a transport, faults, and counts of it all.
-
-
 Said = dict[str, Any]
 Do = Callable[[Said], Awaitable[Said]]
 
 
 class Side(ABC):
-    """What both sides can do: arm, reset, state, snapshot, late."""
+    """Common to both sides: a guarded pool, a transport, faults, and the commands arm, reset,
+    state, snapshot, late."""
 
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings, self.layout = settings, layout(settings.layers)
@@ -235,7 +228,7 @@ class Side(ABC):
         self.me = WorkerIdentity(role, new_instance_id(), "")
 
     async def open(self) -> None:
-        # Both processes are ours, whatever they use to reach each other.
+        # The processes trust each other on whatever path they use.
         tls = inherited()
         ucx = choose(KvNetwork.TRUSTED if tls else KvNetwork.LOCAL, inherited=tls)
         reader = TransferReader(lambda: self.faults.transport(self._transport(ucx)))
@@ -245,7 +238,7 @@ class Side(ABC):
         )
 
     async def do(self, command: Said) -> Said:
-        """Raises BatonError, KeyError for what it does not know."""
+        """Executes a command. Raises BatonError, and KeyError for an unknown one."""
         known: dict[str, Do] = {
             "arm": self.arm,
             "reset": self.reset,
@@ -258,11 +251,11 @@ class Side(ABC):
 
     @abstractmethod
     def commands(self) -> dict[str, Do]:
-        """What only this side can do."""
+        """The additional commands of this side."""
 
     @abstractmethod
     def is_idle(self) -> bool:
-        """No hand-over is under way, and nothing is left of one."""
+        """Whether no hand-over is in progress and nothing of one remains."""
 
     async def arm(self, command: Said) -> Said:
         self.faults.arm(parse(command["faults"]))
@@ -297,17 +290,13 @@ class Side(ABC):
         return NixlTransport(self.ring, self.me.instance_id, ucx)
 
 
-# The giving side of an experiment: puts KV on offer as a prefill worker does.
-#
-# A pattern stands for what an engine computes, everything else is what a worker runs.
-
-
 TOKENS = (ChoiceTokens(SequenceKey("request", 0, 1), 0, (17,)),)
 MAX_OFFERS = 64
 
 
 class GivingSide(Side):
-    """Also: offer, outcome."""
+    """The sender's side, with the additional commands offer and outcome. A pattern stands for what
+    an engine computes; everything else is the code of a worker."""
 
     async def open(self) -> None:
         await super().open()
@@ -352,7 +341,7 @@ class GivingSide(Side):
         return {"injected": self.faults.injected.total()}
 
     async def outcome(self, command: Said) -> Said:
-        """Answered when the hand-over has ended."""
+        """Answers when the hand-over has ended."""
         ended = await self._offers.pop(command["id"]).wait()
         return {
             "outcome": ended.label,
@@ -367,13 +356,9 @@ class GivingSide(Side):
         offer.tokens(TOKENS)
 
 
-# The collecting side of an experiment: takes KV as a decode worker does, into a pool that tells.
-#
-# A pool of bytes stands for an engine's blocks, everything else is what a worker runs.
-
-
 class CollectingSide(Side):
-    """Also: collect."""
+    """The receiver's side, with the additional command collect. A byte pool stands for an engine's
+    blocks; everything else is the code of a worker."""
 
     async def open(self) -> None:
         await super().open()
@@ -404,7 +389,7 @@ class CollectingSide(Side):
         return {**await super().late(command), "blocks": blocks}
 
     async def collect(self, command: Said) -> Said:
-        """full: there is no room. Raises nothing: how it ended is in the answer."""
+        """full: there is no room. Failures are reported in the answer, not raised."""
         if "faults" in command:
             await self.arm(command)
         handover_id = bytes.fromhex(command["id"])
@@ -433,14 +418,8 @@ class CollectingSide(Side):
         }
 
 
-# One side of hand-overs as a process of its own, told what to do by lines of JSON on stdin.
-#
-# Every line has a number `n`, and what is answered to it carries the same one. Arguments: ROLE
-# (sender or receiver) and SETTINGS as JSON.
-
-
 async def serve(role: str, settings: Settings) -> None:
-    """Answers until standard input ends."""
+    """Answers commands until standard input ends."""
     made = GivingSide if role == "sender" else CollectingSide
     side: Side = made(role, settings)
     await side.open()
@@ -471,5 +450,5 @@ def say(**values: object) -> None:
 if __name__ == "__main__":
     die_with_parent()
     asyncio.run(serve(sys.argv[1], Settings(**json.loads(sys.argv[2]))))
-    # Whatever is left belongs to an experiment that is over.
+    # Everything that remains belongs to an experiment that has ended.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""A sender's and a receiver's process together, and what is done with both."""
+"""A sender's and a receiver's process, and the operations of an experiment on them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ from baton.core.errors import BatonError
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton_loadtest.chaos.sides import Settings
 
-# A side's process as an experiment sees it: started, asked, frozen, thawed, ended.
-
-
 PATIENCE_S = 60.0
-"""For what must happen; an experiment that waits longer has failed."""
+"""Time limit for what must happen; if it is exceeded the experiment has failed."""
 
 Said = dict[str, Any]
 
@@ -37,11 +34,11 @@ class PeerGone(BatonError):
 
 
 class Broken(BatonError):
-    """Something that must happen did not."""
+    """A required event did not happen."""
 
 
 class Peer:
-    """One life of one side's process."""
+    """One run of one side's process, which an experiment commands, freezes, thaws and ends."""
 
     def __init__(self, role: str, settings: Settings, ucx_tls: str) -> None:
         self.role = role
@@ -70,7 +67,7 @@ class Peer:
         self.instance_id, self.address = told["instance_id"], told["address"]
 
     def begin(self, do: str, **values: object) -> Future[Said]:
-        """Its answer to come, or PeerGone."""
+        """Sends a command. Returns the future of its answer, or of PeerGone."""
         number, answer = next(self._numbers), Future[Said]()
         self._waiting[number] = answer
         assert self._process.stdin is not None
@@ -78,13 +75,13 @@ class Peer:
             self._process.stdin.write(json.dumps({"n": number, "do": do, **values}) + "\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError):
-            # The thread that reads may have found out first: it answers whom it takes out.
+            # The reading thread may have noticed first; the side that pops a request answers it.
             if self._waiting.pop(number, None) is not None:
                 answer.set_exception(PeerGone(f"the {self.role} is gone"))
         return answer
 
     def ask(self, do: str, **values: object) -> Said:
-        """Raises PeerGone, Broken."""
+        """Sends a command and returns the answer. Raises PeerGone, Broken."""
         return result(self.begin(do, **values), f"the {self.role} to answer {do}")
 
     @property
@@ -138,7 +135,7 @@ def result(answer: Future[Said], what: str) -> Said:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
-    """Raises Broken when it does not come true."""
+    """Waits for a condition. Raises Broken if it does not become true."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -147,7 +144,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S)
 
 
 class World:
-    """Both are started with it and end with it."""
+    """Both processes. They start and end with its block."""
 
     def __init__(self, settings: Settings, draw: random.Random, ucx_tls: str = "") -> None:
         self.settings, self.draw, self.ucx_tls = settings, draw, ucx_tls
@@ -176,7 +173,7 @@ class World:
         return self.peers["receiver"]
 
     def start(self, role: str) -> None:
-        """A new process in place of the one there was."""
+        """Starts a new process in place of the previous one."""
         if role in self.peers:
             self.peers.pop(role).end()
         self.peers[role] = Peer(role, self.settings, self.ucx_tls)
@@ -208,14 +205,15 @@ class World:
         )
 
     def hand_over(self, *, sender: Said | None = None, receiver: Said | None = None) -> Said:
-        """One hand-over from offer to end, and what the receiver says of it."""
+        """Runs one hand-over to its end and returns the receiver's answer."""
         handover_id = self.new_id()
         offered = self.offer(handover_id, **(sender or {}))
         said = result(self.collect(handover_id, **(receiver or {})), "a hand-over to end")
         return {**said, "given": offered["injected"]}
 
     def settle(self) -> None:
-        """Returns when both are idle with all buffers free. Raises Broken if that never comes."""
+        """Returns when both are idle with all buffers free. Raises Broken if that does not
+        happen."""
 
         def settled() -> bool:
             states = [peer.ask("state") for peer in self.peers.values()]
@@ -225,7 +223,7 @@ class World:
 
 
 def right(said: Said, positions: int) -> bool:
-    """Everything was collected and every byte is what it must be."""
+    """Returns whether everything was received and every byte is right."""
     return (said["outcome"], said["unpacked"], said["wrong"], said["changed"]) == (
         "completed", positions, 0, 0
     )  # fmt: skip

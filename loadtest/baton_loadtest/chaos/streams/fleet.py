@@ -1,7 +1,7 @@
-"""Two of each worker and a router or two, supervised, for one run.
+"""A supervised fleet with two workers of each role and one or two routers, for one run.
 
-The first start and every restart are the supervisor's. What ended, and whether it was told to, is
-written down here: a process that ends by itself is a finding.
+The supervisor starts and restarts the processes. This module records which processes ended and
+whether that was requested: an unrequested end is a finding.
 """
 
 from __future__ import annotations
@@ -29,29 +29,25 @@ from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import environment, say, supervised
 
-# The roles of workers, in the order in which a request meets them.
-
-
 WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 
 
-# Which streams lost something to a failure, and when, as the routers' logs tell.
-
-
 BUSY = "OVERLOADED"
-"""A worker that is full refuses: nothing is lost by that."""
+"""The error of a full worker, by which nothing is lost."""
 
 
 @dataclass(slots=True)
 class Hit:
-    """first: when the first loss was noticed, by the monotonic clock. roles: of who was lost."""
+    """A stream that lost a worker, according to the routers' logs."""
 
     first: float
+    """When the first loss was noticed, on the monotonic clock."""
     roles: set[str] = field(default_factory=set)
+    """Roles of the lost workers."""
 
 
 def hits(log: Path) -> dict[str, Hit]:
-    """By request id. The log is that of this boot, in JSON lines."""
+    """Returns hits by request id, from a log of JSON lines of the current boot."""
     found: dict[str, Hit] = {}
     to_monotonic = time.monotonic() - time.time()
     for line in log.read_text(errors="replace").splitlines():
@@ -68,8 +64,8 @@ def hits(log: Path) -> dict[str, Hit]:
 
 OF_EACH = 2
 KV_MEMORY_MIB = 64
-"""Room for what runs at a time and little more, so that what was computed for the reference is
-forgotten, and computed and handed over once more, when a stream comes again."""
+"""Little more than the concurrent streams need, so that prefixes cached for the reference are
+evicted, and are computed and handed over again when a stream is repeated."""
 
 PATIENCE_S = 120.0
 REST_S = 15.0
@@ -78,15 +74,16 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One life of a process that is over. told: the signal it got from here, if any."""
+    """The end of one run of a process."""
 
     name: str
     told: int | None
+    """The signal that this module sent, if any."""
     code: int
 
 
 class Fleet:
-    """What runs, by the processes' names. log: where all of them log, as JSON lines."""
+    """The running processes, by name. log: the file of all their logs, as JSON lines."""
 
     def __init__(
         self, layout: Layout, supervisor: Supervisor, ended: list[Ended], told: dict[str, int]
@@ -110,22 +107,22 @@ class Fleet:
 
     @property
     def routers(self) -> list[str]:
-        """Where the routers' gRPC is."""
+        """The gRPC addresses of the routers."""
         return [self.spec(name).grpc for name in self.names("router")]
 
     def tell(self, name: str, number: signal.Signals) -> ChildProcess:
-        """Sends a signal that ends the process; returns the life that ends by it."""
+        """Sends a signal that ends the process; returns the run that ends by it."""
         child = self.child(name)
         self._told[name] = number
         os.kill(child.pid, number)
         return child
 
     async def gone(self, child: ChildProcess) -> None:
-        """Raises Broken when it does not end."""
+        """Waits for the end of a process. Raises Broken if it does not end."""
         await _within(child.wait(), f"{child.spec.name} to end")
 
     async def back(self, old: ChildProcess) -> None:
-        """Returns when the successor of a process serves and whoever needs it has met it."""
+        """Returns when a process's successor serves and is connected to all that need it."""
         name, role = old.spec.name, old.spec.role
 
         async def wait() -> None:
@@ -137,7 +134,7 @@ class Fleet:
         await _within(wait(), f"{name} to be back")
 
     async def leave(self, name: str) -> None:
-        """Scales down by one: the process drains and is not started again until `come`."""
+        """Scales down by one: the process drains and is not restarted until `come`."""
         self._supervisor.withhold(name)
         self._withheld.add(name)
         await self.gone(self.tell(name, signal.SIGTERM))
@@ -150,11 +147,11 @@ class Fleet:
         await self.back(old)
 
     async def whole(self) -> None:
-        """Returns when every router counts every worker that is meant to be there."""
+        """Returns when every router counts every worker that should run."""
         await _within(self._met(self.names("router"), WORKER_ROLES), "all workers to be met")
 
     async def is_met(self, router: str, roles: tuple[str, ...] = WORKER_ROLES) -> bool:
-        """Whether a router counts all workers of some roles as live."""
+        """Returns whether a router counts all workers of some roles as live."""
         found = await asyncio.to_thread(met, self.layout.metrics_url(self.spec(router)), None)
         wanted = Counter(self.spec(name).role for name in self._specs.keys() - self._withheld)
         return all(found[role] == wanted[role] for role in roles)
@@ -165,17 +162,17 @@ class Fleet:
                 await asyncio.sleep(POLL_S)
 
     async def metrics(self, name: str) -> dict[str, float]:
-        """Raises OSError while the process is not there."""
+        """Raises OSError while the process does not answer."""
         return await asyncio.to_thread(scrape, self.layout.metrics_url(self.spec(name)))
 
     async def held(self, *names: str) -> float:
-        """What workers hold for requests: attempts, sequences, texts, and what would be a leak."""
+        """Returns what workers hold for requests: attempts, sequences, texts, possible leaks."""
         found = await asyncio.gather(*(self.metrics(name) for name in names))
         kinds = ("baton_attempts", "baton_sequences", "baton_leaks")
         return sum(total(one, kind) for one in found for kind in kinds)
 
     async def at_rest(self) -> float:
-        """What workers still hold when all streams have ended, after time to let go."""
+        """Returns what workers still hold some time after all streams have ended."""
         names = self.names(*WORKER_ROLES)
         deadline = asyncio.get_running_loop().time() + REST_S
         while True:
@@ -186,7 +183,7 @@ class Fleet:
 
     @property
     def unasked(self) -> list[Ended]:
-        """Processes that ended though nobody told them to."""
+        """Returns the processes that ended without being signalled."""
         return [ended for ended in self.ended if ended.told is None]
 
 
@@ -197,7 +194,7 @@ async def fleet(
     routers: int = 1,
     network: Network | None = None,
 ) -> AsyncIterator[Fleet]:
-    """Everything started and met. network: what lies between the processes, if anything.
+    """Starts and connects all processes. network: the network between them, if any.
 
     Raises Broken, StartFailed.
     """
@@ -217,7 +214,7 @@ async def fleet(
                 say(f"{name} ended by itself with code {code}")
 
     with tempfile.TemporaryDirectory() as scratch:
-        # Not where a `baton up` of the user's would write, and read by `hits`.
+        # The user's own `baton up` must not share these files, which `hits` reads.
         told_apart = {"XDG_STATE_HOME": str(args.logs or scratch), "BATON_LOG_JSON": "true"}
         with environment(**told_apart):
             async with (
@@ -228,7 +225,7 @@ async def fleet(
 
 
 def _layout(args: argparse.Namespace, routers: int) -> Layout:
-    """Routers' ports lie in a row; another one is taken when workers were given any of them."""
+    """The routers' ports are consecutive; others are chosen if workers were given any of them."""
     while True:
         first = free_row(2 * routers)
         options = UpOptions(

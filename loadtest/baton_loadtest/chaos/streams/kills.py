@@ -1,9 +1,9 @@
-"""`baton chaos run`: random workers die by kill -9 while streams run; every stream goes on exactly.
+"""`baton chaos run`: random workers are killed with kill -9 while streams run; all stay exact.
 
-First all streams run undisturbed, on the same processes: the reference. Then they run again, and as
-long as any runs, workers are killed in an order that the seed gives: of every four, one of each
-role. At most so many are down at a time, and never two of a role; the next one is killed as soon as
-a successor is known to the routers.
+First all streams run undisturbed on the same processes, as the reference. Then they run again, and
+meanwhile workers are killed in an order given by the seed: of every four, one of each role. The
+number of workers down at a time is limited, and never two of a role are down; the next one is
+killed when the routers are connected to a successor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESUME_GOAL_S = 3.0
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a process does not come back."""
+    """Raises Broken if a process does not come back."""
     return asyncio.run(_measure(args))
 
 
@@ -97,7 +97,7 @@ def _steady(answers: list[Answer]) -> list[float]:
 
 
 class Killer:
-    """The schedule. kills: by role. down: how long each worker was missed, in seconds."""
+    """Kills workers. kills: by role. down: seconds for which each worker was missing."""
 
     def __init__(self, running: Fleet, victims: Iterator[str], most_down: int) -> None:
         self.kills: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class Killer:
         self._roles = {role: asyncio.Lock() for role in WORKER_ROLES}
 
     async def run(self, until: asyncio.Task[list[Answer]]) -> None:
-        """Kills until a task is done; then all that were killed are back. Raises Broken."""
+        """Kills until a task is done, then waits until all workers are back. Raises Broken."""
         try:
             async with asyncio.TaskGroup() as group:
                 while not until.done():
@@ -133,7 +133,7 @@ class Killer:
 
 
 def victims(seed: int, roles: Sequence[str] = WORKER_ROLES) -> Iterator[str]:
-    """Names of workers without end, the same for a seed: each role's turn comes equally often."""
+    """Yields names of workers endlessly, depending on the seed only; each role equally often."""
     draw = random.Random(f"kills {seed}")
     mortal = [role for role in WORKER_ROLES if role in roles]
     while True:

@@ -1,4 +1,4 @@
-"""Streams whose answers are known, driven while processes die, and what became of them."""
+"""Streams whose answers are known, run while processes die, and the comparison of their answers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 
-# The streams of a run, all drawn from its seed; asks nobody.
-
-
 SHORTEST, LONGEST = 128, 256
-"""Output tokens of a stream. Stop strings are looked for after the shortest."""
+"""Output tokens of a stream. Stop strings take effect after the shortest."""
 
 PROMPT_WORDS = (20, 90)
 PROMPT_TOKENS = (60, 300)
@@ -36,13 +33,13 @@ TOKEN_IDS = (64, 1900)
 """Ordinary tokens of the bundled model."""
 
 STOP_STRINGS = ("and", "ing", "ed", "ou", "ea", "th", "al", "is")
-"""Two of them end nearly every text between the shortest and the longest."""
+"""Two of them occur in nearly every text between the shortest and the longest."""
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Kind(Enum):
-    """What sort of stream it is; the value is its name in tables."""
+    """The kind of a stream; the value is its name in tables."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled, with penalties"
@@ -56,7 +53,7 @@ KINDS = tuple(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One stream: what is asked, and how many choices come of it."""
+    """One stream: its request and the number of its choices."""
 
     number: int
     kind: Kind
@@ -64,13 +61,14 @@ class Wanted:
 
 
 def streams(seed: int, count: int) -> list[Wanted]:
-    """As many streams of all kinds, half of texts and half of token ids, the same for a seed."""
+    """Returns streams, equally many of each kind, half with texts and half with token ids. They
+    depend only on the seed."""
     draw = random.Random(f"streams {seed}")
     return [_stream(draw, number) for number in range(count)]
 
 
 def short(draw: random.Random) -> Wanted:
-    """A stream of two tokens after a prompt that nobody asked before."""
+    """Returns a stream of two tokens with a prompt that is not cached."""
     ids = [draw.randrange(*TOKEN_IDS) for _ in range(PROMPT_TOKENS[0])]
     options = inference_pb2.GenerationOptions(
         stop=types_pb2.StopParams(max_tokens=2, ignore_eos=True)
@@ -141,31 +139,29 @@ _OF_KIND: dict[Kind, Callable[[inference_pb2.GenerationOptions, random.Random], 
 }
 
 
-# What one stream gave, and whether that is what another one gave; asks nobody.
-
-
 PARTS = ("tokens", "text", "log-probabilities", "ends")
-"""What is compared: token ids; text by its bytes; log-probabilities with their tokens' bytes; and
+"""The compared parts: token ids; text by its bytes; log-probabilities with their tokens' bytes; and
 finish reasons, stop strings and usage."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """By choice. times: when it was asked and when each event came, in seconds of one clock.
-
-    ends: finish reason and stop string. usage: prompt and output tokens. failed: the code that
-    ended the stream early, with gRPC's words for it.
-    """
+    """The answer to one stream, by choice."""
 
     times: list[float]
+    """When the request was sent and when each event arrived, in seconds of one clock."""
     request_id: str = ""
     tokens: dict[int, list[int]] = field(default_factory=dict)
     text: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[bytes]] = field(default_factory=dict)
     ends: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Finish reason and stop string."""
     usage: tuple[int, int] | None = None
+    """Prompt and output tokens."""
     failed: grpc.StatusCode | None = None
+    """The status code that ended the stream early."""
     words: str = ""
+    """gRPC's message for it."""
 
     def take(self, event: inference_pb2.GenerationEvent, now: float) -> None:
         self.times.append(now)
@@ -196,17 +192,18 @@ class Answer:
         return sum(map(len, self.tokens.values()))
 
     def silence(self, since: float) -> float:
-        """The longest time without an event, of those that ended after a time."""
+        """Returns the longest time without an event, among those that ended after `since`."""
         gaps = [later - earlier for earlier, later in pairwise(self.times) if later > since]
         return max(gaps, default=0.0)
 
     def gaps(self) -> list[float]:
-        """Between events with tokens: the first one, the acceptance, is none."""
+        """Returns the times between events with tokens; the first event, the acceptance, has
+        none."""
         return [later - earlier for earlier, later in pairwise(self.times[2:])]
 
 
 def differences(got: Answer, expected: Answer) -> set[str]:
-    """The parts in which a stream differs from its reference."""
+    """Returns the parts in which a stream differs from its reference."""
     found = {
         "tokens": got.tokens == expected.tokens,
         "text": _bytes(got.text) == _bytes(expected.text),
@@ -217,7 +214,7 @@ def differences(got: Answer, expected: Answer) -> set[str]:
 
 
 def is_shifted(got: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether tokens differ by a run that was left out, or told twice: all others are there."""
+    """Returns whether tokens differ only by a run that is missing or repeated."""
     short, long = sorted((got, expected), key=len)
     if len(short) == len(long):
         return False
@@ -233,19 +230,17 @@ def _bytes(text: dict[int, str]) -> dict[int, bytes]:
     return {choice: said.encode() for choice, said in text.items()}
 
 
-# Which of our processes holds the other end of a TCP connection on this machine (Linux).
-#
-# The kernel's tables name the socket of a port, and a process's open files name its sockets;
-# neither needs more rights than one has on one's own processes.
-
-
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-"""gRPC speaks IPv4 through sockets of IPv6."""
+"""gRPC uses IPv4 through IPv6 sockets."""
 
 
 def caller(local_port: int, remote_port: int, processes: Mapping[int, str]) -> str:
-    """The name of the process, of those given by id, that connected from one port to another on
-    loopback; "" when it is none of them."""
+    """Returns which of these processes (names by id) connected from one port to another on
+    loopback; "" if none.
+
+    The kernel's tables (Linux) have the socket of a port, and a process's open files its sockets;
+    no privileges are needed for one's own processes.
+    """
     inode = _inode(local_port, remote_port)
     for pid, name in processes.items():
         if inode and f"socket:[{inode}]" in _open_files(pid):
@@ -254,7 +249,7 @@ def caller(local_port: int, remote_port: int, processes: Mapping[int, str]) -> s
 
 
 def _inode(local_port: int, remote_port: int) -> str:
-    """Of the connected socket, as the kernel's table has it: addresses are hexadecimal."""
+    """Returns the inode of a connected socket. The kernel's table has hexadecimal addresses."""
     ends = (f":{local_port:04X}", f":{remote_port:04X}")
     for table in TABLES:
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
@@ -265,7 +260,7 @@ def _inode(local_port: int, remote_port: int) -> str:
 
 
 def _open_files(pid: int) -> set[str]:
-    """What a process's open files are; none when it is gone."""
+    """Returns the targets of a process's open files; empty if it has ended."""
     found = set()
     with suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
@@ -294,8 +289,8 @@ CLIENT = {
         }
     ],
 }
-"""A gRPC client of several routers, as any should be made: it asks those that call themselves well,
-and once more when it was refused before the first event. A stream that has begun is never retried.
+"""A gRPC client of several routers, configured as recommended: it uses routers that report healthy,
+and retries once if it was refused before the first event. A stream that has begun is not retried.
 """
 
 Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
@@ -303,7 +298,7 @@ Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
 
 @asynccontextmanager
 async def client_of(routers: Sequence[str]) -> AsyncIterator[Stub]:
-    """One client of all these addresses (host:port)."""
+    """Opens one client of all these addresses (host:port)."""
     options = (
         ("grpc.service_config", json.dumps(CLIENT)),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -314,7 +309,7 @@ async def client_of(routers: Sequence[str]) -> AsyncIterator[Stub]:
 
 
 async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
-    """Fills in an answer to the stream's end, good or bad."""
+    """Reads a stream to its end, successful or not, into an answer."""
     try:
         async for response in stub.Generate(wanted.request, timeout=TIMEOUT_S):
             answer.take(response.event, time.monotonic())
@@ -323,9 +318,9 @@ async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
 
 
 class Load:
-    """A list of streams once, or over and over until `enough`.
+    """Runs a list of streams once, or repeatedly.
 
-    answers: in the order in which they end. open: those that run, by the number of their asking.
+    answers: in the order in which they end. open: running streams, by the number of their request.
     """
 
     def __init__(self, stub: Stub, streams: Sequence[Wanted], concurrency: int) -> None:
@@ -335,14 +330,14 @@ class Load:
         self._enough = False
 
     async def once(self) -> list[Answer]:
-        """Every stream once; their answers in their order."""
+        """Runs every stream once. Returns the answers in the order of the streams."""
         await self._run(iter(self._streams))
         by_number = {wanted.number: answer for wanted, answer in self.answers}
         return [by_number[wanted.number] for wanted in self._streams]
 
     @asynccontextmanager
     async def on_and_on(self) -> AsyncIterator[None]:
-        """Streams run while the block does; on leaving, those that run are followed to the end."""
+        """Runs streams within the block; at its end, waits for those that run."""
         running = asyncio.create_task(self._run(itertools.cycle(self._streams)))
         try:
             await self.under_way(running)
@@ -356,7 +351,7 @@ class Load:
         running.result()
 
     async def under_way(self, running: asyncio.Task[None] | asyncio.Task[list[Answer]]) -> None:
-        """Returns when as many streams as run at a time have tokens, or have ended."""
+        """Returns when as many streams as run at a time have tokens or have ended."""
         while not running.done():
             begun = sum(bool(answer.tokens) for answer in self.open.values())
             if begun + len(self.answers) >= min(self._concurrency, len(self._streams)):
@@ -385,13 +380,10 @@ class Load:
         self.answers.append((wanted, answer))
 
 
-# Figures that every schedule has: what streams gave against their reference, and what stayed.
-
-
 def compared_with(
     wanted: Sequence[Wanted], reference: Sequence[Answer], answers: Sequence[Answer]
 ) -> list[Result]:
-    """All three belong together by their places. What differs is told on the way."""
+    """Compares answers with references by index. Differences are printed at once."""
     differing: Counter[str] = Counter()
     equal: Counter[str] = Counter()
     shifted = 0
@@ -418,7 +410,7 @@ def compared_with(
 
 
 def left_behind(held: float, unasked: int) -> list[Result]:
-    """What holds for the processes once all streams have ended."""
+    """Returns what remains in the processes after all streams have ended."""
     return [
         at_most("held on workers when all streams had ended", held, "", 0),
         at_most("processes that ended by themselves", unasked, "", 0),

@@ -1,8 +1,8 @@
-"""What lies between the processes of a run: a proxy before every worker, an edge for each caller.
+"""The network between the processes of a run: a proxy in front of every worker.
 
-Routers are told of proxies instead of workers, and a worker tells its peers its proxy's address as
-its own, as it would behind any other network; so nothing in a process is different from service.
-Shared memory, which KV moves through on one machine, goes past all proxies.
+Routers get the proxies' addresses instead of the workers', and a worker announces its proxy's
+address as its own, as behind any other network; so the processes run unchanged. Shared memory,
+through which KV moves on one machine, bypasses the proxies.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from baton.cli.ports import HOST, free_ports
 from baton.rpc.address import split
 from baton_loadtest.chaos.streams.load import caller
 
-# A TCP proxy before one process, which can cut, delay and throttle what each caller says to it.
-#
-# What is cut is neither lost nor refused: it stays where it is, connections stay open, a
-# connection's end is not passed on, as when a network drops all packets of a direction. What TCP
-# would send again flows when the edge is whole again.
-
-
 CHUNK = 64 * 1024
 MAX_ON_THE_WAY = 64
-"""Chunks of one direction of a connection: beyond, its sender has to wait."""
+"""Chunks of one direction of a connection; beyond that its sender has to wait."""
 
 
 class Way:
-    """One direction of an edge. delay_s: of every byte. bytes_per_s: of a connection; 0: no bound.
-    num_bytes: that came through. num_fresh: of these, what was said since it was healed last.
+    """One direction of an edge.
+
+    Data is not lost or refused while the direction is cut: it waits, connections stay open, and the
+    end of a connection is not forwarded, as if a network dropped all packets. Data that TCP would
+    retransmit flows when the edge is restored.
+
+    delay_s: of every byte. bytes_per_s: of a connection; 0: unlimited. num_bytes: forwarded bytes.
+    num_fresh: those that were sent since the last `heal`.
     """
 
     def __init__(self) -> None:
@@ -67,10 +66,10 @@ class Edge:
 
 
 class Proxy:
-    """Listens where callers are told that the callee is.
+    """A TCP proxy in front of one process, which can cut, delay and throttle each caller's data.
 
-    edge_of: the edge of whoever connected from a port of this machine. None: nobody that is to be
-    let through; as when it has hung up before anyone looked.
+    edge_of: the edge of the process that connected from a local port. None: the connection is
+    rejected, for example because the caller has already closed it.
     """
 
     def __init__(self, listen: str, target: str, edge_of: Callable[[int], Edge | None]) -> None:
@@ -96,7 +95,7 @@ class Proxy:
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         try:
-            # A gone caller or callee ends a connection; that is all that is to know of it.
+            # A caller or callee that has ended only ends the connection.
             with suppress(OSError, asyncio.CancelledError):
                 await self._carry(reader, writer)
         finally:
@@ -113,7 +112,7 @@ class Proxy:
             back = asyncio.create_task(_pass_on(to_reader, writer, edge.back))
             try:
                 await asyncio.wait((there, back), return_when=asyncio.FIRST_EXCEPTION)
-                # That an end broke off is as little to be heard through a cut as anything else.
+                # While the edge is cut, the end of a connection is not forwarded either.
                 await edge.there.passable()
                 await edge.back.passable()
             finally:
@@ -125,7 +124,7 @@ class Proxy:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way: Way) -> None:
-    """Until the sender has ended, and that was passed on too."""
+    """Forwards data until the sender has ended, and forwards that end."""
     waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_ON_THE_WAY)
     loop = asyncio.get_running_loop()
 
@@ -162,11 +161,11 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, w
 
 
 class Network:
-    """Plain connections."""
+    """Direct connections."""
 
     @asynccontextmanager
     async def between(self, layout: Layout, pids: Mapping[int, str]) -> AsyncIterator[Layout]:
-        """The processes as they are to be started. pids: names by process id, as they start."""
+        """Returns the layout to start. pids: process names by id, filled in as they start."""
         yield layout
 
 
@@ -177,7 +176,7 @@ class ProxiedNetwork(Network):
         self._edges: dict[tuple[str, str], Edge] = {}
 
     def edge(self, who: str, callee: str) -> Edge:
-        """All that a process says to a worker, and the answers."""
+        """Returns the edge with all data from a process to a worker, and the answers."""
         return self._edges.setdefault((who, callee), Edge())
 
     @asynccontextmanager
@@ -208,7 +207,7 @@ class ProxiedNetwork(Network):
 
 
 def _told(spec: ProcessSpec, proxies: Mapping[str, str]) -> ProcessSpec:
-    """A process that knows proxies only."""
+    """Returns a process that has only addresses of proxies."""
     if spec.role != "router":
         return replace(spec, command=(*spec.command, "--advertise", proxies[spec.grpc]))
     command = [_translated(word, proxies) for word in spec.command]
@@ -216,5 +215,5 @@ def _told(spec: ProcessSpec, proxies: Mapping[str, str]) -> ProcessSpec:
 
 
 def _translated(word: str, proxies: Mapping[str, str]) -> str:
-    """A list of addresses with proxies in place of workers; any other word as it is."""
+    """Replaces workers' addresses in a list by proxies' addresses; returns other words as is."""
     return ",".join(proxies.get(part, part) for part in word.split(","))

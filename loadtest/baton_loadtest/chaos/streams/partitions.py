@@ -1,9 +1,9 @@
-"""`baton chaos run --schedule partitions`: pairs of processes lose each other, and meet again.
+"""`baton chaos run --schedule partitions`: pairs of processes are disconnected and reconnected.
 
-A router and each worker, and each decode worker and each prefill worker that it collects KV from:
-either direction alone, then both, are cut while streams run, healed after some seconds, and watched
-until the pair works together again. What is cut is gRPC; on one machine KV itself moves through
-shared memory, which no proxy reaches, but no hand-over goes on without its `Collect` stream.
+The pairs are a router and each worker, and each decode worker and each prefill worker. Each
+direction, then both, are cut while streams run, restored after some seconds, and watched until the
+pair works again. Only gRPC is cut; on one machine KV moves through shared memory, which no proxy
+reaches, but no hand-over proceeds without its `Collect` stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from baton_loadtest.report import Result, at_most, quantile
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512
-"""More than the pings of an idle connection, less than a hand-over says either way."""
+"""More than the pings of an idle connection, less than a hand-over sends either way."""
 
 KNOCKS_AT_A_TIME = 4
 
@@ -47,11 +47,11 @@ WORK = {
     "decode": "baton_decode_tokens_total",
     "detokenizer": "baton_text_bytes_total",
 }
-"""What rises when a worker of the role does its work."""
+"""The counter that rises when a worker of the role works."""
 
 
 class Lost(Enum):
-    """What of a pair's talk is cut."""
+    """Which direction of a pair's traffic is cut."""
 
     THERE = "caller to callee"
     BACK = "callee to caller"
@@ -77,7 +77,7 @@ class Cut:
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a pair does not find together again."""
+    """Raises Broken if a pair does not work again."""
     return asyncio.run(_measure(args))
 
 
@@ -116,20 +116,21 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 
 
 def pairs_of(running: Fleet) -> list[tuple[str, str]]:
-    """All that call each other, but for decode workers, which do so only when one leaves."""
+    """Returns all pairs with calls, except pairs of decode workers, which call only when one
+    leaves."""
     pairs = [(r, w) for r in running.names("router") for w in running.names(*WORKER_ROLES)]
     return pairs + [(d, p) for d in running.names("decode") for p in running.names("prefill")]
 
 
 def schedule(seed: int, running: Fleet, count: int) -> list[Cut]:
-    """All cuts in an order that the seed gives, as many as are wanted (0: all)."""
+    """Returns cuts in an order given by the seed; count 0: all."""
     cuts = [Cut(caller, callee, lost) for caller, callee in pairs_of(running) for lost in Lost]
     random.Random(f"cuts {seed}").shuffle(cuts)
     return cuts[:count] if count else cuts
 
 
 class Knocks:
-    """Short requests, so that a pair has work to do together as soon as it can."""
+    """Sends short requests, so that a reconnected pair has work."""
 
     def __init__(self, stub: Stub, seed: int) -> None:
         self.failed = 0
@@ -157,7 +158,7 @@ class Knocks:
 async def _lose_and_find(
     running: Fleet, network: ProxiedNetwork, cut: Cut, hold_s: float, knocks: Knocks
 ) -> float:
-    """Seconds from healing until the pair works together and no worker is missing."""
+    """Returns the seconds from restoring the link until the pair works and no worker is missing."""
     edge = network.edge(cut.caller, cut.callee)
     ways = cut.ways(edge)
     for way in ways:
@@ -178,7 +179,7 @@ async def _lose_and_find(
 
 
 async def _work(running: Fleet, edge: Edge, cut: Cut) -> Sequence[float]:
-    """What only rises as a pair works together: the callee's own work, or what a hand-over says."""
+    """Returns counters that rise only if a pair works: the callee's own, or a hand-over's bytes."""
     if not cut.of_router:
         return (edge.there.num_fresh, edge.back.num_fresh)
     role = running.spec(cut.callee).role

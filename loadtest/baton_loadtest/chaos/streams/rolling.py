@@ -1,8 +1,8 @@
-"""`baton chaos run --schedule rolling`: every process is restarted in order, and pools shrink.
+"""`baton chaos run --schedule rolling`: every process is restarted in turn, and pools shrink.
 
-One process after the other is told to leave (SIGTERM) and started again, while streams run; the
-next one is told when the one before is back. Then each pool is scaled down to one worker and up
-again. The client knows both routers, and asks one that calls itself well.
+One process after another is ended with SIGTERM and restarted while streams run, each after the
+previous one is back. Then each pool is scaled down to one worker and up again. The client has both
+routers and uses one that reports healthy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton_loadtest.report import Result, at_most, quantile
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when a process does not end, or does not come back."""
+    """Raises Broken if a process does not end or does not come back."""
     return asyncio.run(_measure(args))
 
 
@@ -59,7 +59,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 
 
 async def _restart(running: Fleet, roles: Sequence[str], rounds: int) -> Counter[str]:
-    """Every process in turn, so many times. Returns how many of each role."""
+    """Restarts every process in turn, `rounds` times. Returns the count per role."""
     restarted: Counter[str] = Counter()
     for _ in range(rounds):
         for name in running.names(*roles):
@@ -75,7 +75,7 @@ async def _restart(running: Fleet, roles: Sequence[str], rounds: int) -> Counter
 
 
 async def _scale(running: Fleet, roles: Sequence[str], hold_s: float) -> int:
-    """Each pool down to one worker for some seconds, and up again. Returns how many pools."""
+    """Scales each pool down to one worker for hold_s, and up again. Returns the number of pools."""
     pools = [role for role in WORKER_ROLES if role in roles]
     for role in pools:
         leaving = running.names(role)[1:]

@@ -1,9 +1,8 @@
-"""`baton chaos run --schedule routers`: one of two routers dies by kill -9, again and again.
+"""`baton chaos run --schedule routers`: one of two routers is killed with kill -9, repeatedly.
 
-In every round streams run through both. Those of the killed one end with an error that says to try
-again, and are asked again at the other one; those of the other one must not notice. In a second
-part of the round all streams run through the router that is killed, and the workers are watched
-until they hold nothing any more.
+In every round streams run through both. Those of the killed router end with a retryable error, and
+are sent again to the other one, whose streams must not be affected. In a second part of the round
+all streams run through the router that is killed, and the workers must release all their resources.
 """
 
 from __future__ import annotations
@@ -40,20 +39,22 @@ Asked = list[tuple[Wanted, Answer]]
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken when streams do not get under way or workers keep what they hold."""
+    """Raises Broken if streams do not start or workers do not release their resources."""
     return asyncio.run(_measure(args))
 
 
 @dataclass(slots=True)
 class Found:
-    """Of all rounds. cut: the killed router's streams that ran. again: the same, asked once more.
-    free_s: from the kill to workers that hold nothing.
-    """
+    """The results of all rounds."""
 
     others: Asked = field(default_factory=list)
+    """Streams through the other router."""
     cut: Asked = field(default_factory=list)
+    """Streams that ran through the killed router."""
     again: Asked = field(default_factory=list)
+    """The same streams, sent again."""
     free_s: list[float] = field(default_factory=list)
+    """Seconds from the kill until the workers hold no resources."""
 
 
 async def _measure(args: argparse.Namespace) -> list[Result]:
@@ -93,7 +94,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 async def _beside(
     running: Fleet, stays: Stub, dies: Stub, some: Sequence[Wanted], found: Found
 ) -> None:
-    """Half of the streams through each router."""
+    """Runs half of the streams through each router."""
     others, cut = _ask(stays, some[::2]), _ask(dies, some[1::2])
     await _under_way(others + cut)
     old = running.tell(DIES, signal.SIGKILL)
@@ -106,7 +107,7 @@ async def _beside(
 
 
 async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], found: Found) -> None:
-    """All streams through the router that is killed."""
+    """Runs all streams through the router that is killed."""
     cut = _ask(dies, some)
     await _under_way(cut)
     old, killed = running.tell(DIES, signal.SIGKILL), time.monotonic()

@@ -1,7 +1,7 @@
-"""`baton chaos run --schedule slow-links`: links between processes become long and thin.
+"""`baton chaos run --schedule slow-links`: links between processes get high latency, low bandwidth.
 
-One link after the other, in an order that the seed gives, delays every byte and lets few through a
-second, while streams run. Slow is not dead: no worker may be given up for it.
+One link after another, in an order given by the seed, delays every byte and limits the rate, while
+streams run. No worker may be declared dead because of a slow link.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, quantile
 
 DELAYS_S = (0.02, 0.2)
-"""The longest is a way around the world and back again."""
+"""The longest corresponds to a round trip around the world."""
 
 BYTES_PER_S = (64 * 1024, 1024 * 1024)
 
