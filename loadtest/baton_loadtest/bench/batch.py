@@ -1,8 +1,8 @@
-"""`baton bench batch`: how a `baton batch` beside them delays interactive streams.
+"""`baton bench batch`: how much a concurrent `baton batch` delays interactive streams.
 
-A decode worker is given a target for the time between two tokens. The same interactive requests, a
-few at a time, are followed alone and beside a batch, in turns. The batch is the command itself; it
-is stopped after its turn, and the next turn goes on with the same output.
+A decode worker has a target for the time between two tokens. The same interactive requests, a few
+at a time, run alone and beside a batch, in turns. The batch is the command itself; it is stopped
+after its turn, and resumes with the same output in its next turn.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIONS = (
 )
 
 LINES = 50_000
-"""Of the batch: more than are answered."""
+"""Lines of the batch: more than are answered."""
 
 SETTLE_S = 5.0
 WAIT_S = 60.0
@@ -51,13 +51,13 @@ class BatchSide:
     gaps: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     lines: int = 0
-    """That the batch answered."""
+    """Number of lines that the batch answered."""
     batch_s: float = 0.0
-    """In which it answered them."""
+    """The time in which it answered them."""
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a stream or the batch fails."""
+    """Raises BatonError if a stream or the batch fails."""
     stay_off_the_engine()
     with (
         environment(BATON_INTER_TOKEN_MS=args.target_ms),
@@ -93,7 +93,7 @@ async def _measure(args: argparse.Namespace, folder: Path) -> tuple[BatchSide, B
     alone, beside = BatchSide(), BatchSide()
     options = UpOptions(model=args.model, prefill=0, transport="loopback")
     async with fleet(options, pin=True) as running:
-        # The decode worker learns what its steps cost, which its target needs.
+        # The decode worker measures its step times, which its target needs.
         async with _batch(running, given, out):
             await _turn(running, args, 0, BatchSide())
         for number in range(1, args.rounds + 1):
@@ -122,7 +122,7 @@ async def _turn(
 
 @asynccontextmanager
 async def _batch(running: RunningBaton, given: Path, out: Path) -> AsyncIterator[None]:
-    """The command, well under way; stopped as Ctrl-C would on leaving."""
+    """Runs the command. The block begins when lines are answered, and its end sends Ctrl-C."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "baton.cli.main", "batch", str(given), str(out)),
         *("--http", running.layout.http.removeprefix("http://")),

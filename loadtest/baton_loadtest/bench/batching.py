@@ -1,6 +1,6 @@
 """`baton bench batching`: continuous against static batching of the same requests on one engine.
 
-Static batching here pads nothing, since Baton's steps never do: what it loses is only that a batch
+Static batching has no padding here, since Baton's steps never have: its only loss is that a batch
 waits for its longest answer.
 """
 
@@ -31,7 +31,7 @@ DEADLINE_S = 600.0
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ContenderFailed when the engine cannot run."""
+    """Raises ContenderFailed if the engine cannot run."""
     threads = min(args.threads, len(cores()))
     model = engines.folder(args.shape)
     vocab = engines.config_of(model)["vocab_size"]

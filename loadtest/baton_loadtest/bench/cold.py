@@ -1,9 +1,9 @@
-"""`baton bench cold`: how long weights take to be read, checked and loaded.
+"""`baton bench cold`: the time to read, verify and load weights.
 
-One reader that hashes all files in one go with BLAKE2b, as versions before had it, against the
-pieces that the engine reads with several threads and hashes with xxh3; each with the files in
-memory and not. Files are put out of memory by asking the kernel to forget their pages, which a
-disk's or a host's own cache survives.
+A single reader that hashes whole files with BLAKE2b, as in earlier versions, is compared with the
+engine's reader, which reads pieces with several threads and hashes them with xxh3; each with and
+without the files in the page cache. Files are removed from it by asking the kernel to drop their
+pages, which does not clear the cache of a disk or host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WAYS = ("serial", "parallel")
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ContenderFailed when the model cannot be loaded."""
+    """Raises ContenderFailed if the model cannot be loaded."""
     threads = min(args.threads, len(cores()))
     folder = engines.folder(args.shape)
     job = {"model": str(folder), "threads": threads, "rounds": args.rounds}
@@ -73,7 +73,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                     digest.update(piece)
 
     def load(read: Callable[[], None]) -> None:
-        """The loader as it is, with another reader."""
+        """Runs the real loader with another reader."""
         with patch.object(loader, "model_digest", lambda *_: read()):
             loader.load(config)
 
@@ -97,7 +97,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _forget(files: Sequence[Path]) -> None:
-    """Puts files out of memory; pages that are not written yet are written first."""
+    """Removes files from the page cache; pages that are not on disk yet are written first."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:

@@ -49,11 +49,11 @@ BENCHMARKS = {
     "split": "what `baton plan split` says of three workloads against both set-ups, really run "
     "(half an hour)",
 }
-"""What each benchmark measures, and how long that takes on two otherwise idle cores."""
+"""What each benchmark measures, and its duration on two otherwise idle cores."""
 
 
 class _BenchParser(argparse.ArgumentParser):
-    """The parser of one benchmark, which has that module's options once it is used."""
+    """The parser of one benchmark, which loads that module's options when it is used."""
 
     bench = ""
 

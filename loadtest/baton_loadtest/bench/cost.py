@@ -1,8 +1,8 @@
-"""`baton bench cost`: what a decode step, a prompt, the scheduler and the blocks cost.
+"""`baton bench cost`: the cost of a decode step, a prompt, the scheduler and the blocks.
 
-Decode steps are timed for each batch and context whose KV fits, prompts in chunks of each size. The
-scheduler and its block pool are measured alone, with made-up tokens and no KV: everything is read
-from the StepPlans, whose chunks name their blocks.
+Decode steps are timed for each batch and context whose KV fits, and prompts for each chunk size.
+The scheduler and its block pool are measured alone, with made-up tokens and no KV: all figures come
+from the StepPlans, whose chunks list their blocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DEADLINE_S = 600.0
 SCHEDULER_US = 300.0
 UNUSED_PERCENT = 4.0
 REPEATED = 1024
-"""Prompts up to this long are timed three times."""
+"""Prompts up to this length are timed three times."""
 
 POOL_BLOCKS = 65536
 AT_ONCE = 64
@@ -72,7 +72,7 @@ RequestLengths = list[tuple[int, int]]
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ContenderFailed when the engine cannot run."""
+    """Raises ContenderFailed if the engine cannot run."""
     threads = min(args.threads, len(cores()))
     model = engines.folder(args.shape)
     room = int(args.kv_gb * 1e9 / engines.kv_bytes(engines.config_of(model)))
@@ -96,9 +96,6 @@ def measure(args: argparse.Namespace) -> Report:
         [*_steps(steps), *_scheduler(alone, args.sequences), *_blocks(alone)],
         (_decode_chart(steps, args), _prefill_chart(steps, args)),
     )
-
-
-# Steps of the engine.
 
 
 def run_steps(job: dict[str, Any]) -> dict[str, Any]:
@@ -157,20 +154,17 @@ def _prefill_chart(steps: dict[str, Any], args: argparse.Namespace) -> Chart:
     return Chart(f"prefill, {args.shape}", "prompt tokens", "tokens/s", tuple(lines), log=True)
 
 
-# The scheduler and its blocks.
-
-
 @dataclass(slots=True)
 class BlockWaste:
     """Positions, summed over all steps and the sequences that decode in them."""
 
     owned: int = 0
     unused: int = 0
-    """Of a last block that is partly filled."""
+    """Unused positions of partly filled last blocks."""
     ahead: int = 0
-    """Of whole blocks that were taken so that the sequence can grow."""
+    """Positions of whole blocks reserved for growth."""
     slabs: int = 0
-    """What the same sequences would own if each had room for the longest request of all."""
+    """Positions if each sequence had room for the longest request."""
 
 
 @dataclass(slots=True)
@@ -178,19 +172,19 @@ class BlockSharing:
     """Blocks and tokens, summed over all steps."""
 
     named: int = 0
-    """Blocks of all sequences' tables."""
+    """Blocks in all sequences' tables."""
     different: int = 0
-    """How many different blocks these are."""
+    """How many distinct blocks these are."""
     input_tokens: int = 0
     cached_tokens: int = 0
-    """Input tokens whose KV was there."""
+    """Input tokens whose KV was cached."""
 
 
 def run_scheduler(job: dict[str, Any]) -> dict[str, Any]:
-    """job: seed, sequences (of the scheduler that is timed), lengths (a CSV file or "").
+    """job: seed, sequences (of the timed scheduler), lengths (a CSV file or "").
 
-    Returns step_s, the scheduler's own seconds of every step; waste of each mix of lengths; and
-    sharing of each kind of shared prefix.
+    Returns step_s, the scheduler's own seconds of every step; waste for each mix of lengths; and
+    sharing for each kind of shared prefix.
     """
     draw = random.Random(job["seed"])
     mixes = {
@@ -212,7 +206,7 @@ def run_scheduler(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_lengths(seed: int) -> RequestLengths:
-    """Log-normal lengths, as in public traces of chat: median 900 in, 150 out, long tails."""
+    """Returns log-normal lengths, as in public chat traces: median 900 in, 150 out, long tails."""
     draw = random.Random(seed)
 
     def length(middle: int, spread: float, most: int) -> int:
@@ -222,7 +216,7 @@ def _chat_lengths(seed: int) -> RequestLengths:
 
 
 def read_lengths(path: Path, requests: int) -> RequestLengths:
-    """The first requests of a CSV file. Raises InvalidArgument."""
+    """Returns the first requests of a CSV file. Raises InvalidArgument."""
     try:
         with path.open(newline="") as opened:
             found = [
@@ -235,7 +229,7 @@ def read_lengths(path: Path, requests: int) -> RequestLengths:
 
 
 def _users_of_system_prompts(seed: int) -> list[Attempt]:
-    """256 users of 8 system prompts of 512 tokens each, with a question of their own."""
+    """Returns 256 users of 8 system prompts of 512 tokens each, with their own questions."""
     draw = random.Random(seed)
     systems = [_drawn(draw, 512) for _ in range(8)]
     return [
@@ -249,7 +243,7 @@ def _users_of_system_prompts(seed: int) -> list[Attempt]:
 
 
 def _four_choices(seed: int) -> list[Attempt]:
-    """64 requests for 4 choices each."""
+    """Returns 64 requests for 4 choices each."""
     draw = random.Random(seed)
     return [
         attempt(str(i), _drawn(draw, draw.randint(128, 512)), draw.randint(64, 128), (0, 1, 2, 3))
@@ -262,7 +256,7 @@ def _drawn(draw: random.Random, length: int) -> list[int]:
 
 
 def new_scheduler(max_sequences: int = AT_ONCE) -> Scheduler:
-    """A decode worker's, with more blocks than it needs."""
+    """Returns a decode worker's scheduler, with more blocks than it needs."""
     rules = SchedulerPolicy(max_sequences=max_sequences, limit=EVERYTHING)
     model = ModelDescription(
         name="none", digest="", max_model_len=LONGEST, vocab_size=VOCAB, eos_token_ids=()
@@ -273,8 +267,8 @@ def new_scheduler(max_sequences: int = AT_ONCE) -> Scheduler:
 def replay(
     scheduler: Scheduler, attempts: Iterable[Attempt], at_once: int = AT_ONCE
 ) -> Iterator[tuple[StepPlan, list[Event]]]:
-    """Keeps so many sequences inside until all attempts are done. Yields each step's plan and its
-    events. Raises BatonError when the scheduler gets stuck."""
+    """Keeps at_once sequences in the scheduler until all attempts have ended. Yields each step's
+    plan and events. Raises BatonError if the scheduler makes no progress."""
     waiting = iter(attempts)
     inside, now = 0, 0.0
     while True:
@@ -297,14 +291,14 @@ def replay(
 
 
 def _made_up(plan: StepPlan) -> StepResult:
-    """The same token for every sample."""
+    """Returns the same token for every sample."""
     rows = (row for chunk in plan.chunks for row in chunk.samples)
     tokens = tuple(SampledToken(row.sequence_id, row.choice, 7) for row in rows)
     return StepResult(plan.step, tokens)
 
 
 def waste(lengths: RequestLengths, seed: int) -> BlockWaste:
-    """Over a replay in which no prompt shares a prefix."""
+    """Returns the waste of a replay in which no prompts share a prefix."""
     draw = random.Random(seed)
     slab = max(map(sum, lengths))
     found = BlockWaste()
@@ -327,7 +321,7 @@ def waste(lengths: RequestLengths, seed: int) -> BlockWaste:
 
 
 def sharing(attempts: Sequence[Attempt]) -> BlockSharing:
-    """Over a replay."""
+    """Returns the sharing of a replay."""
     found = BlockSharing(input_tokens=sum(len(one.token_ids) for one in attempts))
     for plan, events in replay(new_scheduler(), attempts):
         tables = [
@@ -341,13 +335,13 @@ def sharing(attempts: Sequence[Attempt]) -> BlockSharing:
 
 
 def step_times(sequences: int, seed: int) -> list[float]:
-    """Seconds that planning and applying take together while so many sequences decode."""
+    """Returns the seconds of planning and applying steps with so many decoding sequences."""
     draw = random.Random(seed)
     scheduler = new_scheduler(sequences)
     for index in range(sequences):
         prompt = _drawn(draw, draw.randint(128, 512))
         scheduler.add(attempt(str(index), prompt, sequences + TIMED_STEPS * 2), 0.0)
-    # As workers do once they are loaded.
+    # As workers do after loading.
     freeze_garbage()
     times: list[float] = []
     while len(times) < TIMED_STEPS:

@@ -1,8 +1,8 @@
-"""`baton bench drain`: how long streams pause when the worker they decode on leaves.
+"""`baton bench drain`: how long streams pause when their decode worker leaves.
 
-It leaves twice, with as many streams on it. Drained, it hands their KV to the other decode worker;
-killed, their KV is gone, and the other one, which has nothing of these prompts in its cache,
-computes it again. A stream's pause is its longest gap between two tokens after the signal.
+It leaves twice, with equally many streams. When drained, it hands their KV over to the other decode
+worker; when killed, their KV is lost, and the other worker, whose cache has nothing of these
+prompts, computes it again. A stream's pause is its longest gap between tokens after the signal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIONS = (
 )
 
 SETTLED_TOKENS = 8
-"""Of every stream before the worker leaves."""
+"""Tokens of every stream before the worker leaves."""
 
 WAIT_S = 300.0
 POLL_S = 0.05
@@ -54,22 +54,22 @@ WAYS = {"drained": signal.SIGTERM, "killed": signal.SIGKILL}
 
 @dataclass(slots=True)
 class Leaving:
-    """What happened when a worker left in one way."""
+    """The results of one way of leaving."""
 
     tokens: list[list[int]]
     """Of each stream."""
     pauses: list[float]
     """The longest gap of each stream after the signal, in seconds."""
     gaps: list[float]
-    """Between tokens before the signal."""
+    """Seconds between tokens before the signal."""
     computed: float
-    """Input tokens that the other worker computed since the signal."""
+    """Input tokens that the other worker computed after the signal."""
     moved: float
-    """Sequences whose KV moved."""
+    """Number of sequences whose KV moved."""
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a stream's tokens differ from an undisturbed one's."""
+    """Raises BatonError if a stream's tokens differ from those of an undisturbed one."""
     with tempfile.TemporaryDirectory() as folder:
         model = engines.with_tokenizer(engines.folder(args.shape), Path(folder))
         drained, killed = asyncio.run(_measure(args, str(model)))
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 async def _measure(args: argparse.Namespace, model: str) -> list[Leaving]:
-    # Decode prefills, so that what the other worker has cached is all that there is.
+    # Decode prefills, so that the other worker's cache is the only one.
     options = UpOptions(
         model=model, prefill=0, decode=2, transport=args.transport, threads=args.threads
     )
@@ -127,7 +127,7 @@ async def _measure(args: argparse.Namespace, model: str) -> list[Leaving]:
 async def _leave(
     running: RunningBaton, how: signal.Signals, prompts: list[Ids], output_tokens: int
 ) -> Leaving:
-    """Fills one decode worker with streams, makes it leave, and follows them to their end."""
+    """Fills one decode worker with streams, makes it leave, and reads them to their end."""
     await _until(running, lambda live: live == 2)
     stays, leaves = running.pids("decode").items()
     began = time.perf_counter()
@@ -175,9 +175,9 @@ async def _until(
     reached: Callable[[float], bool],
     following: Sequence[asyncio.Task[Sample]] = (),
 ) -> None:
-    """Waits until something is reached, which depends on the decode workers that the router counts.
+    """Waits for a condition on the number of decode workers that the router counts.
 
-    Raises TimeoutError, and BatonError when a stream failed meanwhile.
+    Raises TimeoutError, and BatonError if a stream failed meanwhile.
     """
     async with asyncio.timeout(WAIT_S):
         while True:
@@ -189,7 +189,7 @@ async def _until(
 
 
 async def _counters(running: RunningBaton, stays: str) -> tuple[float, float]:
-    """Input tokens that the worker which stays has computed, and sequences that have moved."""
+    """Returns the input tokens that the remaining worker has computed, and the moved sequences."""
     computed = (await running.metrics(stays)).get("baton_prefill_tokens_total", 0.0)
     router = await running.metrics()
     return computed, router.get('baton_moves_total{outcome="moved"}', 0.0)

@@ -1,8 +1,8 @@
-"""`baton bench engine`: Baton's engine against what one would run instead, same requests, one run.
+"""`baton bench engine`: Baton's engine against alternatives, same requests, one run.
 
-Every contender runs in a process of its own, one at a time, pinned to the same cores, with the same
-weights, prompts and answer lengths, greedy, and no end-of-sequence token. A second part compares
-exact mode with plain mode, and a single sequence's decoding with the speed of memory.
+Every contender runs in its own process, one at a time, pinned to the same cores, with the same
+weights, prompts and answer lengths, greedy, and without end-of-sequence tokens. A second part
+compares exact mode with plain mode, and a single sequence's decoding with the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -63,26 +63,26 @@ LLAMA = "llama.cpp float16"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One that takes part."""
+    """An engine that takes part."""
 
     name: str
     run: Callable[[dict[str, Any]], dict[str, Any]]
     job: dict[str, Any]
-    """What it is given besides what all are given."""
+    """Its own parameters, in addition to the common ones."""
     python: str = ""
     """The interpreter that runs it; "" for this one."""
 
 
 @dataclass(slots=True)
 class Ranking:
-    """What a contender has done so far."""
+    """A contender's results so far."""
 
     tokens: list[list[int]] = field(default_factory=list)
     """Of its last round, for the requests that it answered."""
     speeds: list[float] = field(default_factory=list)
-    """Output tokens a second of each round."""
+    """Output tokens per second of each round."""
     cpu_speeds: list[float] = field(default_factory=list)
-    """Output tokens per second of processor time."""
+    """Output tokens per second of CPU time."""
     seconds: float = 0.0
 
     def add(self, answer: dict[str, Any]) -> None:
@@ -93,13 +93,13 @@ class Ranking:
         self.seconds += answer["seconds"]
 
     def has_time(self, seconds: float) -> bool:
-        """Whether one more round like the ones before stays below so many seconds in all."""
+        """Returns whether another round of mean length keeps the total below so many seconds."""
         rounds = len(self.speeds)
         return self.seconds * (rounds + 1) <= seconds * max(rounds, 1)
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ContenderFailed when Baton itself cannot run."""
+    """Raises ContenderFailed if Baton itself cannot run."""
     threads = min(args.threads, len(cores()))
     llama = args.llama_python or (sys.executable if importlib.util.find_spec("llama_cpp") else "")
     if args.peers and not llama:
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def line_up(model: Path, *, int8: bool, peers_too: bool, llama_python: str) -> list[Contender]:
-    """The contenders in their order."""
+    """Returns the contenders in order."""
     found = [
         Contender(EXACT, run_baton, {"exact": True, "quantize": "none"}),
         Contender(PLAIN, run_baton, {"exact": False, "quantize": "none"}),
@@ -163,10 +163,10 @@ def line_up(model: Path, *, int8: bool, peers_too: bool, llama_python: str) -> l
 def _compete(
     contenders: list[Contender], shared: dict[str, Any], rounds: int
 ) -> dict[str, Ranking]:
-    """Runs everyone's first round, then everyone's second, and so on, one at a time.
+    """Runs all first rounds, then all second rounds, and so on, one at a time.
 
-    After its first round a contender runs only while all its rounds stay within the given time. One
-    that fails is left out; when Baton itself fails, ContenderFailed is raised.
+    After its first round a contender continues only while all its rounds stay within the given
+    time. One that fails is left out; if Baton itself fails, ContenderFailed is raised.
     """
     rankings = {contender.name: Ranking() for contender in contenders}
     for number in range(rounds):
@@ -199,7 +199,7 @@ def _compete(
 
 
 def run_baton(job: dict[str, Any]) -> dict[str, Any]:
-    """The engine behind a decode worker's scheduler.
+    """The engine with a decode worker's scheduler.
 
     job: model, threads, exact, quantize, step_tokens, requests, warm. Returns a `Served`.
     """
@@ -217,13 +217,13 @@ def run_baton(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_modes(job: dict[str, Any]) -> dict[str, Any]:
-    """Exact mode on and off side by side in one process, and the speed of memory.
+    """Measures exact and plain mode side by side in one process, and the memory bandwidth.
 
-    job: model, threads, prefill (its length), tokens (at batch 1), megabytes (that bandwidth is
-    measured over). Returns for each mode the best seconds of three rounds, modes taking turns:
-    "decode BATCH" (a step), "prefill", and "alone" (one token at batch 1, through the scheduler, at
-    `alone_context` positions on average); read bandwidth in bytes a second; and whether the exact
-    runner is exact.
+    job: model, threads, prefill (its length), tokens (at batch 1), megabytes (over which bandwidth
+    is measured). Returns for each mode the best seconds of three rounds in turns: "decode BATCH" (a
+    step), "prefill", and "alone" (one token at batch 1, through the scheduler, at `alone_context`
+    positions on average); the read bandwidth in bytes per second; and whether the exact runner is
+    exact.
     """
     positions = max(
         max(BATCHES) * (CONTEXT + engines.GROWTH),
@@ -258,7 +258,7 @@ def run_modes(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time_alone(runner: ModelRunner, tokens: int) -> float:
-    """Seconds per token of one sequence, without its first."""
+    """Returns the seconds per token of one sequence, without its first."""
     loop = engines.engine_loop(runner, engines.policy(1, ALONE_PROMPT + 1))
     prompt = range(3, 3 + ALONE_PROMPT)
     loop.scheduler.add(engines.attempt("alone", prompt, tokens), time.monotonic())
@@ -271,8 +271,8 @@ def _time_alone(runner: ModelRunner, tokens: int) -> float:
 
 
 def _read_bandwidth(megabytes: int) -> float:
-    """Bytes a second: the best of sums and of matrix-vector products over so much float32, with the
-    threads that torch has. It is memory's if that is more than the caches hold."""
+    """Returns bytes per second: the best of sums and matrix-vector products over so much float32,
+    with torch's threads. This is the memory's bandwidth if the data exceeds the caches."""
     import torch
 
     width = 4096
@@ -305,9 +305,9 @@ def _speeds(rankings: dict[str, Ranking], requests: int) -> list[Result]:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> tuple[float, float]:
-    """The share of answers that are equal, and the mean length of their equal beginnings.
+    """Returns the share of equal answers, and the mean length of their common beginnings.
 
-    theirs may hold the first few requests only.
+    theirs may have the first few requests only.
     """
     pairs = list(zip(ours, theirs, strict=False))
     equal = sum(a == b for a, b in pairs) / len(pairs)
@@ -338,7 +338,7 @@ def _goals(rankings: dict[str, Ranking]) -> list[Result]:
 
 
 def _alone(modes: dict[str, Any], model: Path, config: dict[str, Any]) -> list[Result]:
-    """Batch 1 beside what memory allows: every weight and all KV is read for every token."""
+    """Compares batch 1 with the limit of memory: every token reads every weight and all KV."""
     kv = engines.kv_bytes(config) * modes["alone_context"]
     bound = modes["bandwidth"] / (4 * engines.weights_read(model, config) + kv)
     return [

@@ -1,8 +1,7 @@
-"""Models of random weights in known shapes, and Baton's engine in this process.
+"""Models of known shapes with random weights, and Baton's engine in this process.
 
-Comes in: a shape's name, or a model's folder or hub id, and requests of token ids. Goes out: a
-model's folder, a runner, tokens and times. torch is imported when a runner is opened, after threads
-are set.
+In: a shape's name, or a model's folder or hub id, and requests of token ids. Out: a model's folder,
+a runner, tokens and times. torch is imported when a runner is opened, after threads are set.
 """
 
 from __future__ import annotations
@@ -43,22 +42,19 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 BLOCK_SIZE = 16
 GROWTH = 128
-"""Positions that a sequence may need beyond its own: headroom, and a last block partly filled."""
+"""Additional positions of a sequence: headroom, and a partly filled last block."""
 
 EVERYTHING = QueueLimit(tokens=2**40, sequences=2**20)
 FIRST_TOKEN, LAST_TOKEN = 3, 7999
-"""Drawn token ids: beyond the special ones, within any vocabulary of some size."""
+"""Random token ids: above the special ones, and within any large vocabulary."""
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-# Models.
 
 
 def _shape(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
 ) -> dict[str, Any]:
-    """The class of a transformers configuration, and its settings."""
+    """Returns the class of a transformers configuration, and its settings."""
     return {
         "config": "LlamaConfig",
         "vocab_size": vocab,
@@ -88,9 +84,9 @@ SHAPES = {
 
 
 def folder(shape: str) -> Path:
-    """The folder of one of SHAPES, which is built if it has to be, or of any model.
+    """Returns the folder of one of SHAPES, which is built if necessary, or of any model.
 
-    Raises InvalidArgument when there is no such model.
+    Raises InvalidArgument if there is no such model.
     """
     settings = SHAPES.get(shape)
     if settings is None:
@@ -106,7 +102,7 @@ def folder(shape: str) -> Path:
 
 
 def build(job: dict[str, Any]) -> dict[str, Any]:
-    """job: settings, as in SHAPES, and the target folder, which is there whole or not at all."""
+    """job: settings, as in SHAPES, and the target folder, which appears only when complete."""
     import torch
 
     transformers: Any = import_module("transformers")
@@ -124,7 +120,8 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_tokenizer(model: Path, empty: Path) -> Path:
-    """A model's folder; one without a tokenizer borrows the bundled one's, in an empty folder."""
+    """Returns a model's folder; one without a tokenizer gets the bundled one's, in an empty
+    folder."""
     if (model / "tokenizer.json").is_file():
         return model
     bundled = resolve_model("")[0]
@@ -135,7 +132,7 @@ def with_tokenizer(model: Path, empty: Path) -> Path:
 
 
 def config_of(model: Path) -> dict[str, Any]:
-    """A model's config.json."""
+    """Returns a model's config.json."""
     read: dict[str, Any] = json.loads((model / "config.json").read_text())
     return read
 
@@ -149,13 +146,13 @@ def kv_heads(config: dict[str, Any]) -> int:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """Bytes of float32 KV that one position takes in all layers."""
+    """Returns the bytes of float32 KV of one position in all layers."""
     return 2 * 4 * int(config["num_hidden_layers"]) * kv_heads(config) * head_size(config)
 
 
 def weights_read(model: Path, config: dict[str, Any]) -> int:
-    """How many weights of a dense model a step of one token reads: all but those of an embedding
-    that is not tied to the output, of which it reads one row."""
+    """Returns how many weights of a dense model a step of one token reads: all, except that only
+    one row of an embedding is read that is not tied to the output."""
     from safetensors import safe_open
 
     tied, total = config.get("tie_word_embeddings", False), 0
@@ -167,16 +164,13 @@ def weights_read(model: Path, config: dict[str, Any]) -> int:
     return total
 
 
-# Requests.
-
-
 @dataclass(frozen=True, slots=True)
 class EngineRequests:
-    """Requests of token ids that every contender of a benchmark gets."""
+    """Requests of token ids that all contenders of a benchmark get."""
 
     prompts: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...]
-    """How many tokens each is answered with, exactly."""
+    """The exact number of output tokens of each request."""
 
     @classmethod
     def draw(
@@ -187,7 +181,7 @@ class EngineRequests:
         output_tokens: tuple[int, int],
         vocab_size: int,
     ) -> EngineRequests:
-        """Lengths are uniform between two bounds, both included. No two prompts share a prefix."""
+        """Lengths are uniform within inclusive bounds. No two prompts share a prefix."""
         draw = random.Random(seed)
         end = min(LAST_TOKEN + 1, vocab_size)
         prompts, outputs = [], []
@@ -206,7 +200,7 @@ class EngineRequests:
         return sum(self.outputs)
 
     def positions(self, at_once: int) -> int:
-        """KV positions in which so many of the requests run at once without preemption."""
+        """Returns the KV positions with which so many requests run at once without preemption."""
         pairs = zip(self.prompts, self.outputs, strict=True)
         longest = sorted((len(prompt) + output for prompt, output in pairs), reverse=True)
         return sum(length + GROWTH for length in longest[:at_once])
@@ -219,7 +213,7 @@ def from_json(value: dict[str, Sequence[Any]]) -> EngineRequests:
 def attempt(
     name: str, prompt: Sequence[int], max_tokens: int, choices: tuple[int, ...] = (0,)
 ) -> Attempt:
-    """A greedy one of a length known in advance."""
+    """Returns a greedy attempt with a known number of output tokens."""
     return Attempt(
         request_id=name,
         attempt=1,
@@ -231,9 +225,6 @@ def attempt(
     )
 
 
-# The engine.
-
-
 def open_runner(
     model: str,
     threads: int,
@@ -243,7 +234,8 @@ def open_runner(
     quantize: str = "none",
     device: str = "cpu",
 ) -> TorchRunner:
-    """A runner with KV memory for so many positions. A process's second one keeps its threads."""
+    """Opens a runner with KV memory for so many positions. The number of threads is set only by the
+    first one in a process."""
     if "torch" not in sys.modules:
         configure_threads(threads)
     from baton.engine.runner import TorchRunner
@@ -262,8 +254,8 @@ def open_runner(
 
 
 def policy(max_sequences: int, step_tokens: int, *, beside: int = 0) -> SchedulerPolicy:
-    """Steps of at most step_tokens positions, decode first and the rest for prefill; beside: as
-    many positions more for decode alone."""
+    """Returns a policy with steps of at most step_tokens positions, decode first and the rest for
+    prefill; beside: additional positions for decode only."""
     return SchedulerPolicy(
         max_sequences=max_sequences,
         token_budget=step_tokens + beside,
@@ -273,7 +265,7 @@ def policy(max_sequences: int, step_tokens: int, *, beside: int = 0) -> Schedule
 
 
 def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
-    """A new scheduler, with an empty prefix cache, over a runner."""
+    """Returns a runner's loop with a new scheduler and an empty prefix cache."""
     scheduler = Scheduler(
         BlockPool(runner.num_blocks, runner.block_size),
         rules,
@@ -285,14 +277,14 @@ def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
 
 @dataclass(slots=True)
 class Served:
-    """What an engine made of requests."""
+    """What an engine generated for requests."""
 
     tokens: list[list[int]]
     """Of each request."""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     occupancy: list[int] = field(default_factory=list)
-    """How many sequences got a token in each step."""
+    """Number of sequences that got a token in each step."""
 
 
 def serve(
@@ -301,7 +293,7 @@ def serve(
     batches: Iterable[range] | None = None,
 ) -> Served:
     """Runs every request to its end. batches: requests that wait until all before them have ended;
-    None lets all in at once."""
+    None admits all at once."""
     served = Served([[] for _ in requests.prompts])
     began, cpu = time.perf_counter(), time.process_time()
     for batch in batches or [range(len(requests.prompts))]:
@@ -319,7 +311,7 @@ def serve(
 
 
 def step(loop: EngineLoop) -> list[NewTokens]:
-    """One step and what it sampled. Raises the error of a request that failed."""
+    """Runs one step and returns its sampled tokens. Raises the error of a failed request."""
     found = []
     for event in loop.step(time.monotonic()):
         if isinstance(event, AttemptFailed):
@@ -332,9 +324,9 @@ def step(loop: EngineLoop) -> list[NewTokens]:
 class StepTimer:
     """Times single steps of a runner at a chosen batch and context.
 
-    What KV holds does not change how long a step takes, so that memory is filled with random
-    numbers once, and every sequence of a plan is given a run of blocks in it. It has to be filled:
-    pages that were never written are all read from the same physical page, which is in the cache.
+    The contents of KV do not change a step's duration. So memory is filled with random numbers
+    once, and every sequence of a plan gets a run of its blocks. It must be filled, because pages
+    that were never written are all read from one physical page, which is in the CPU's cache.
     """
 
     def __init__(self, runner: ModelRunner):
@@ -343,8 +335,8 @@ class StepTimer:
         self._fill()
 
     def decode(self, batch: int, context: int, *, least: int = 3, seconds: float = 0.3) -> float:
-        """Seconds of a step that gives each of `batch` sequences its token after `context`
-        positions: the best of at least `least` steps, which take at least `seconds`."""
+        """Returns the seconds of a step in which each of `batch` sequences gets a token after
+        `context` positions: the best of at least `least` steps, over at least `seconds`."""
         blocks = self._blocks(context + 1)
         chunks = tuple(
             Chunk(index, (5,), context, ((index * blocks, blocks),), (self._row(index),))
@@ -357,7 +349,7 @@ class StepTimer:
         return min(times)
 
     def prefill(self, length: int, chunk: int) -> float:
-        """Seconds that a prompt takes in chunks."""
+        """Returns the seconds that a prompt takes in chunks."""
         blocks, seconds = self._blocks(length), 0.0
         for first in range(0, length, chunk):
             end = min(first + chunk, length)

@@ -1,12 +1,12 @@
-"""`baton bench fairness`: how one tenant's flood slows another tenant, with two routers.
+"""`baton bench fairness`: how much one tenant's flood slows another tenant, with two routers.
 
-First neither tenant has a quota: B asks for a part of what the fleet can do, alone and then beside
-each of A's attacks, which want what comes before a place: bytes in the routers' memory, tokenizers,
-the routers' time. B must not be refused, and hardly be slower.
+First neither tenant has a quota. B uses a part of the fleet's capacity, alone and then beside each
+of A's attacks, which exhaust resources used before a request is queued: memory in the routers,
+tokenizers, the routers' CPU time. B must not be refused, and must hardly be slower.
 
-Then both have the same quota, a part of what the fleet can do. First B alone asks for half of its
-quota. Then A asks for ten times its own as well, at both routers: B's objectives must be met all
-the same. Last A asks at one router only: it must get all of its quota there.
+Then both have the same quota, a part of the capacity. First B alone uses half of its quota. Then A
+also sends ten times its quota, to both routers: B must still meet its objectives. Last A uses one
+router only: it must get all of its quota there.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ PLOTS = False
 OPTIONS = (*LOAD_OPTIONS, option("--seconds", 40.0, "of each load"))
 
 QUOTA = 0.3
-"""Of what the fleet can do: each tenant's."""
+"""Each tenant's, as a share of the fleet's capacity."""
 
 POLITE, NOTICED = 0.25, 1.5
-"""What B asks for beside attacks, of what the fleet can do; and how many times its first token
-alone, p99, it may take then."""
+"""B's rate beside attacks, as a share of the capacity; and the maximum ratio of its p99 time to
+first token to that alone."""
 
 FLOOD, HALF, GREEDY = 10.0, 0.5, 2.0
-"""Times the quota: what A asks for with B, what B asks for, what A asks for at one router."""
+"""Multiples of the quota: A's rate beside B, B's rate, and A's rate at one router."""
 
 SETTLING_S = 12.0
-"""Until what was saved up is spent, and routers know where a tenant asks now."""
+"""Until saved-up quota is spent, and routers know which routers a tenant uses."""
 
 RELOAD_S = 5.0
-"""Routers look at the file of keys more often than that."""
+"""Longer than the interval at which routers reload the file of keys."""
 
 ATTAINED, WHOLE = 0.99, 0.95
 
 ATTACKS = {"prompts": 14, "faults": 14, "texts": 60}
-"""How many connections each attack has: what was once enough to starve everybody else."""
+"""Connections of each attack: as many as were once enough to starve all others."""
 
 LONGEST_BYTES = (1 << 20) - 1024
-"""Of a text that a body has room for."""
+"""The size of a text that fits into a request's body."""
 
 TOO_LONG_BYTES = 1 << 16
 PAUSE_S = 0.05
-"""Before a lost connection is made again."""
+"""Before a lost connection is opened again."""
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "so", "on")
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when the fleet answers nothing."""
+    """Raises BatonError if the fleet answers nothing."""
     stay_off_the_engine()
     with tempfile.TemporaryDirectory() as folder:
         return Report(asyncio.run(_measure(args, Path(folder, "keys.json"))))
@@ -116,8 +116,8 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
 
 
 def _attacks_figures(capacity: float, idle: list[Phase], attacked: list[Phase]) -> list[Result]:
-    """Of B alone, before and after, and beside each attack of A. What else the machine did while B
-    was alone must not make A look harmless: the quicker time counts."""
+    """Compares B alone, before and after, with B beside each attack of A. The shorter time alone
+    counts, so that other load on the machine does not hide an attack's effect."""
     before = min(idle, key=lambda phase: phase.whole.first_token_ms(0.99))
     alone = before.whole
     found = [
@@ -143,7 +143,7 @@ def _attacks_figures(capacity: float, idle: list[Phase], attacked: list[Phase]) 
 
 
 def _routers_rss(phase: Phase) -> float:
-    """The most that all of them held, in MiB."""
+    """Returns the maximum memory of all routers, in MiB."""
     return sum(size for name, size in phase.rss.items() if name.startswith("router")) / MIB
 
 
@@ -157,7 +157,7 @@ def _quota_figures(
     phases = (alone, flooded, sticky)
 
     def rate(stream: StreamLoad) -> float:
-        """Requests a second that were answered once things had settled."""
+        """Requests per second that were answered after the settling time."""
         settled = [one for one in stream.samples if one.due_s >= SETTLING_S]
         answered = sum(one.end == ANSWERED for one in settled)
         return answered / float(args.seconds - SETTLING_S)
@@ -192,7 +192,7 @@ def _quota_figures(
 
 
 def _new_key(file: Path, tenant: str, *limits: str) -> str:
-    """As an operator makes one; limits are those of the tenant with all its keys."""
+    """Creates a key as an operator does; limits are those of the tenant with all its keys."""
     words = ["keys", "new", "--tenant", tenant, *limits, str(file)]
     done = subprocess.run(
         [sys.executable, "-m", "baton.cli.main", *words], capture_output=True, text=True
@@ -202,20 +202,16 @@ def _new_key(file: Path, tenant: str, *limits: str) -> str:
     return done.stdout.strip()
 
 
-# The attackers, in a process of their own.
-
-
 async def attackers() -> None:
-    """Connections of one tenant that ask for more than their share, again as soon as they are
-    answered, whatever the answers say of coming back later.
+    """Connections of one tenant that use more than its share: each sends the next request at once,
+    and ignores Retry-After.
 
-    They stand for other machines, and have the lowest priority. The first command is routers
-    (host:port of each), attack and key; the second is answered with how many answers there were of
-    each status.
+    They stand for other machines, and have the lowest CPU priority. The first command has routers
+    (host:port of each), attack and key; the second is answered with the number of answers by
+    status.
 
-        prompts   the longest prompts that a body can hold
-        faults    half of them too long for the model, half with a grammar that is none, another
-                  each time
+        prompts   the longest prompts that fit into a body
+        faults    half of them too long for the model, half with a new invalid grammar each time
         texts     the longest texts, to /tokenize
     """
     os.nice(19)
@@ -264,6 +260,6 @@ def _attack_of(attack: str, draw: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def _text(draw: random.Random, size: int) -> str:
-    """No text like another: nothing of it was encoded before."""
+    """Every text is different, so that none is cached."""
     start = " ".join(draw.choices(WORDS, k=512))
     return (start * (size // len(start) + 1))[:size]

@@ -1,7 +1,7 @@
-"""`baton bench grammar`: what it costs to compile a grammar, and to follow it token by token.
+"""`baton bench grammar`: the cost of compiling a grammar, and of following it token by token.
 
-Models draw answers at temperature 1 in batches; each mask is timed where a step is planned. Steps
-with and without masks take turns, on the same model and with as many sequences.
+Models sample answers at temperature 1 in batches; each mask is timed where a step is planned. Steps
+with and without masks alternate, on the same model and with equally many sequences.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OPTIONS = (
 
 DEADLINE_S = 280.0
 COMPILED = 5
-"""Times that each grammar is compiled."""
+"""How often each grammar is compiled."""
 
 PROMPT = 16
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises ContenderFailed when a model cannot run."""
+    """Raises ContenderFailed if a model cannot run."""
     own = engines.folder(args.shape)
     if not (own / "tokenizer.json").is_file():
         _write_tokenizer(own, engines.config_of(own)["vocab_size"])
@@ -125,7 +125,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 class _TimedGrammar:
-    """A compiled grammar whose matchers note in `masks` how many seconds each mask took."""
+    """A compiled grammar whose matchers append the seconds of each mask to `masks`."""
 
     def __init__(self, grammar: Grammar, compiled: Compiled) -> None:
         self.grammar = grammar
@@ -155,7 +155,8 @@ class _TimedMatcher:
 def _answer(
     runner: ModelRunner, grammars: Sequence[_TimedGrammar], job: dict[str, Any]
 ) -> list[float]:
-    """A batch of answers, the grammars in turn. Seconds of the steps in which all had a row."""
+    """Runs a batch of answers, with the grammars in turn. Returns the seconds of the steps in which
+    all had a row."""
     batch = job["batch"]
     loop = engines.engine_loop(runner, engines.policy(batch, batch * (PROMPT + 1)))
     for number in range(batch):
@@ -179,8 +180,6 @@ def _answer(
             whole.append(time.perf_counter() - began)
     return whole
 
-
-# The grammars, and a tokenizer of many tokens.
 
 _TEXT = {"type": "string", "maxLength": 24}
 _PERSON: dict[str, Any] = {
@@ -217,7 +216,7 @@ _WIDE = {
 
 
 def grammars() -> dict[str, Grammar]:
-    """By a name for each kind."""
+    """Returns one grammar of each kind, by name."""
     return {
         "any JSON object": _schema({"type": "object"}),
         "object of 4 fields": _schema(_PERSON),
@@ -235,8 +234,8 @@ def grammars() -> dict[str, Grammar]:
 
 
 def _write_tokenizer(folder: Path, size: int) -> None:
-    """A byte-level tokenizer of `size` tokens: bytes, numbers, blanks, words of made-up syllables,
-    with and without a space in front. Its text is no language's, but as long as one's."""
+    """Writes a byte-level tokenizer of `size` tokens: bytes, numbers, blanks, and words of made-up
+    syllables with and without a leading space. Its texts are as long as those of a language."""
     draw = random.Random(0)
     special, space = ["<pad>", "<s>", "</s>"], "\u0120"
     tokens = dict.fromkeys([*special, *sorted(ByteLevel.alphabet()), *map(str, range(1000))])

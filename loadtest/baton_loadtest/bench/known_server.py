@@ -1,8 +1,8 @@
-"""A server of streamed completions whose latencies are drawn, kept and recorded.
+"""A server of streamed completions with random latencies, which it records.
 
-What a load generator reports of it can so be compared with what really was. It runs in a process of
-its own (`known`); times are in seconds. It is written on asyncio's protocols and httptools' parser:
-a framework's own time for each token would be a part of what is recorded.
+The reports of a load generator can be compared with the records. The server runs in its own process
+(`known`); times are in seconds. It uses asyncio's protocols and httptools' parser, because a
+framework's own time per token would be a part of the records.
 """
 
 from __future__ import annotations
@@ -26,62 +26,62 @@ MOST_TOKENS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """What the server does. Every so many requests, counted from the first, something happens
-    instead; 0: never."""
+    """The server's behaviour. Each `*_every` is a number of requests, counted from the first, after
+    which something else happens; 0: never."""
 
     first_s: float = 0.08
-    """To the first token, the median."""
+    """Median time to the first token."""
     between_s: float = 0.02
-    """From one token to the next, the median."""
+    """Median time between tokens."""
     spread: float = 0.4
     """Standard deviation of the logarithm of both."""
     seed: int = 0
     refuse_every: int = 0
-    """The answer is 429."""
+    """Responds with 429."""
     fail_every: int = 0
-    """The answer is 500."""
+    """Responds with 500."""
     cut_every: int = 0
-    """The connection breaks off after the first token."""
+    """Breaks the connection after the first token."""
     close_every: int = 0
-    """The connection ends after the answer."""
+    """Closes the connection after the answer."""
 
 
 @dataclass(slots=True)
 class KnownAnswer:
-    """One answer in full, as the server recorded it."""
+    """The server's record of one complete answer."""
 
     first_s: float
-    """From the request's last byte to the first token's write."""
+    """From the request's last byte to the write of the first token."""
     gaps_s: list[float] = field(default_factory=list)
-    """From one token's write to the next."""
+    """Between writes of tokens."""
     whole_s: float = 0.0
     """To the last write."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownServer:
-    """One that runs."""
+    """A running server."""
 
     address: str
     """host:port"""
     peer: Peer
 
     async def records(self) -> list[KnownAnswer]:
-        """Of answers that ended since the last time."""
+        """Returns the records of answers that ended since the last call."""
         return [KnownAnswer(**each) for each in (await self.peer.ask())["records"]]
 
 
 @asynccontextmanager
 async def known(latencies: Latencies, core: int | None = None) -> AsyncIterator[KnownServer]:
-    """Runs the server. Raises ContenderFailed when it does not start."""
+    """Runs the server. Raises ContenderFailed if it does not start."""
     async with peer(serve_known, core) as server:
         port = (await server.ask(latencies=asdict(latencies)))["port"]
         yield KnownServer(f"127.0.0.1:{port}", server)
 
 
 async def serve_known() -> None:
-    """The first command has latencies, and is answered with the port; each further one with the
-    records since the last time."""
+    """The first command has latencies, and is answered with the port; each later one is answered
+    with the new records."""
     states: list[_Shared] = []
 
     async def handle(command: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ async def serve_known() -> None:
 
 
 class _Shared:
-    """What the server's connections share."""
+    """State shared by the server's connections."""
 
     def __init__(self, latencies: Latencies) -> None:
         self.latencies = latencies
@@ -161,8 +161,8 @@ class _KnownConnection(asyncio.Protocol):
     def _token(
         self, arrived: float, record: KnownAnswer | None, tokens: int, ends: int, close: bool
     ) -> None:
-        """Writes one more of `tokens`, after which the connection breaks off when it is the last of
-        `ends` and the answer has more."""
+        """Writes one more of `tokens`. After the last of `ends` the connection breaks if the answer
+        has more tokens."""
         if self._gone:
             return
         now = perf_counter()
@@ -172,7 +172,7 @@ class _KnownConnection(asyncio.Protocol):
             record.gaps_s.append(now - arrived - record.whole_s)
         record.whole_s = now - arrived
         given = len(record.gaps_s) + 1
-        # An id that names the request and the token of its answer.
+        # An id that identifies the request and the token of its answer.
         token = 100 * self._prompt_tokens + given
         event = b'data: {"choices":[{"text":"a","token_ids":[%d]}]}\n\n' % token
         if given == ends < tokens:

@@ -1,9 +1,9 @@
-"""`baton bench kv`: what a hand-over costs, against the transport alone and against a copy.
+"""`baton bench kv`: the cost of a hand-over, compared with the transport alone and with a copy.
 
-Three levels for each size: from buffer to buffer, verified; from pool to pool; the whole of it.
-Then what the digest costs, how much of a hand-over hides behind prefill, and what a prefix saves
-that decode already holds. The sender, with its engine, is pinned to one core, and the receiver to
-another one.
+There are three levels for each size: from buffer to buffer, verified; from pool to pool; and the
+whole hand-over. Further figures: the cost of the digest, how much of a hand-over overlaps with
+prefill, and what a prefix that decode already has saves. The sender, with its engine, is pinned to
+one core and the receiver to another.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton_loadtest.launch import call, cores, pinned
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
 
 RING = {field.name: field.default for field in fields(WorkerOptions)}
-"""The options that a worker has by default."""
+"""A worker's default options."""
 
 PLOTS = True
 OPTIONS = (
@@ -51,16 +51,16 @@ DEADLINE_S = 300.0
 OF_RAW = 0.8
 OF_PARTS = 1.25
 HIDDEN = {512: 80.0, 256: 90.0}
-"""By chunk: least percent of a hand-over of 4096 tokens that is to hide behind prefill."""
+"""By chunk size, the minimum percent of a hand-over of 4096 tokens that overlaps with prefill."""
 
 HIDDEN_PROMPT = 4096
 
 KvTimes = dict[str, dict[str, float]]
-"""By size, as `run_moves` returns them."""
+"""By size, as returned by `run_moves`."""
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises InvalidArgument for what this machine or model cannot do, ContenderFailed."""
+    """Raises InvalidArgument if this machine or model is unsuitable, and ContenderFailed."""
     if "nixl" in args.transports and not nixl.available():
         raise InvalidArgument("nixl is not installed", field="transports")
     model = engines.folder(args.shape)
@@ -127,7 +127,7 @@ def _levels(transport: str, found: KvTimes) -> list[Result]:
     results = []
     for size, times in found.items():
         name, moved = f"{transport}, {size} MB", times["bytes"]
-        # A message each way before the first KV chunk, beyond what a hand-over of nothing takes.
+        # One message each way before the first KV chunk, in addition to an empty hand-over.
         parts = sum(times[part] for part in ("pack", "seal", "raw", "verify", "unpack"))
         parts += 2 * times["nothing"]
         results += [
@@ -170,7 +170,7 @@ def _digests(size: str, digests: dict[str, KvTimes]) -> list[Result]:
 
 
 def _overlap(prompt: int, chunk: int, found: dict[str, Any]) -> list[Result]:
-    """hidden: 1 - (last chunk's end to last byte landed) / (the same when nothing was hidden)."""
+    """hidden: 1 - (last chunk's end to last byte received) / (the same without overlap)."""
 
     def typical(kind: str, figure: str) -> float:
         return float(median(each[figure] for each in found[kind]))

@@ -1,7 +1,7 @@
 """The hand-overs of `baton bench kv` at several sizes, from buffer to buffer up to the whole.
 
-A process receives from one that sends (`serve_sender`), over real gRPC and the real transport.
-Nothing computes. The parts of a hand-over are timed alone, too.
+This process receives from one that sends (`serve_sender`), over real gRPC and the real transport,
+without computing KV. The parts of a hand-over are also timed alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SENDER_DEADLINE_S = 60.0
 TOKENS = (ChoiceTokens(SequenceKey("bench", 0, 1), 0, (7,)),)
 
 NO_DIGEST = "none"
-"""In place of a digest's name: KV chunks are not sealed."""
+"""Instead of a digest's name: KV chunks are not sealed."""
 
 
 def run_moves(job: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def run_moves(job: dict[str, Any]) -> dict[str, Any]:
 
     Returns by size, as a string, the bytes, and the median seconds of: raw (one read of all of it),
     memcpy, buffers (buffer to buffer, verified), pack, seal, verify, unpack (each alone), pools
-    (pool to pool, from the grant on), whole (peers that have met), first (peers that have not),
-    nothing (a hand-over of which all is there already, from the grant on).
+    (pool to pool, from the grant on), whole (with an earlier handshake), first (with a handshake),
+    nothing (a hand-over whose KV is all present already, from the grant on).
     """
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
@@ -103,16 +103,13 @@ async def _measure(job: dict[str, Any]) -> dict[str, Any]:
     return measured
 
 
-# What both ends are made of.
-
-
 def _positions_of(megabytes: float, layout: KvLayout) -> int:
-    """As many whole positions as so many megabytes hold, at least one."""
+    """Returns the whole positions in so many megabytes, at least one."""
     return max(1, int(megabytes * MEGABYTE) // layout.bytes_per_position)
 
 
 def _chunks(positions: int, buffer_bytes: int, layout: KvLayout) -> list[KvChunkRange]:
-    """The KV chunks that so many positions make."""
+    """Returns the KV chunks of so many positions."""
     each = positions_per_kv_chunk(buffer_bytes, layout)
     return [
         KvChunkRange(index, first, min(each, positions - first))
@@ -121,7 +118,7 @@ def _chunks(positions: int, buffer_bytes: int, layout: KvLayout) -> list[KvChunk
 
 
 def _kv_memory(layout: KvLayout, positions: int) -> tuple[KvCache, Extents]:
-    """KV memory for so many positions in one run of blocks, every page of it written."""
+    """Returns KV memory for so many positions in one run of blocks, with every page written."""
     import torch
 
     torch.set_num_threads(1)
@@ -133,8 +130,8 @@ def _kv_memory(layout: KvLayout, positions: int) -> tuple[KvCache, Extents]:
 
 
 def _use_digest(digest: str) -> str:
-    """The digest that KV chunks of this process are to be sealed with; NO_DIGEST makes all of them
-    zeros for good, which shows the cost of a digest and is nothing that can be served with."""
+    """Returns the digest with which this process seals KV chunks. NO_DIGEST permanently makes all
+    digests zero, which shows the cost of a digest and is not fit for serving."""
     if digest != NO_DIGEST:
         return digest
     setattr(Sealer, "_digest_of", lambda *_: bytes(DIGEST_BYTES))  # noqa: B010  # a method
@@ -142,7 +139,7 @@ def _use_digest(digest: str) -> str:
 
 
 def identity(role: str) -> WorkerIdentity:
-    """A new one, at an address of the loopback interface where nothing listens yet."""
+    """Returns a new identity, at a free address of the loopback interface."""
     return WorkerIdentity(role, secrets.token_hex(16), f"{HOST}:{free_ports(1)[0]}")
 
 
@@ -167,7 +164,7 @@ async def add_sender(ends: AsyncExitStack, me: WorkerIdentity, sender: KvSender)
 
 
 class _ReadableRing:
-    """A ring that another process may read, without a hand-over."""
+    """A pool that another process may read without a hand-over."""
 
     def __init__(self, transport: str, num_buffers: int, buffer_bytes: int) -> None:
         self.instance_id = secrets.token_hex(16)
@@ -192,17 +189,14 @@ class _ReadableRing:
 
 
 def _described(ring: dict[str, Any]) -> tuple[str, bytes, handover_pb2.StagingPoolDescription]:
-    """The instance id, metadata and ring of a _ReadableRing elsewhere."""
+    """Returns the instance id, metadata and pool of another process's _ReadableRing."""
     metadata = bytes.fromhex(ring["metadata"])
     described = handover_pb2.StagingPoolDescription.FromString(bytes.fromhex(ring["ring"]))
     return ring["instance_id"], metadata, described
 
 
-# What is timed.
-
-
 class _Whole:
-    """One read of everything, as the transport alone does it, polled without a pause."""
+    """One read of all data by the transport alone, polled without a pause."""
 
     def __init__(self, transport: str, exhibit: dict[str, Any]) -> None:
         self._peer, metadata, theirs = _described(exhibit)
@@ -222,7 +216,7 @@ class _Whole:
         return seconds
 
     async def copy(self, num_bytes: int) -> float:
-        """From one buffer of ours to the other."""
+        """Copies from one local buffer to another."""
         import numpy as np
 
         source, target = (
@@ -234,8 +228,8 @@ class _Whole:
 
 
 class _Parts:
-    """Copies KV through one buffer, KV chunk by KV chunk: what one part wrote the next one finds
-    where a hand-over would find it."""
+    """Copies KV through one buffer, chunk by chunk, so that each part finds its input in the same
+    memory as in a hand-over."""
 
     def __init__(self, layout: KvLayout, positions: int, buffer_bytes: int, digest: str) -> None:
         self._layout, self._buffer_bytes = layout, buffer_bytes
@@ -245,7 +239,7 @@ class _Parts:
         self._sealer = Sealer(SECRET, "ab" * 16, layout, digest)
 
     def spent(self, positions: int) -> dict[str, float]:
-        """Median seconds of each part over all KV chunks of so many positions."""
+        """Returns the median seconds of each part over all KV chunks of so many positions."""
         rounds = [self._once(positions) for _ in range(ROUNDS + 1)][1:]
         return {name: median(one[name] for one in rounds) for name in rounds[0]}
 
@@ -272,7 +266,7 @@ class _Parts:
 
 
 class _Buffers:
-    """Reads sealed KV chunks into landing buffers and verifies them, a few at once."""
+    """Reads sealed KV chunks into local buffers and verifies them, a few at a time."""
 
     def __init__(
         self, staging: Staging, layout: KvLayout, sender: Peer, instance_id: str, digest: str
@@ -300,7 +294,7 @@ class _Buffers:
         return made
 
     async def seal(self, positions: int) -> None:
-        """Has the sender put so many positions into its buffers."""
+        """Makes the sender fill its buffers with so many positions."""
         digests = (await self._sender.ask(seal=positions))["digests"]
         chunks = _chunks(positions, self._staging.ring.buffer_bytes, self._layout)
         self._headers = [self._sealer.header(run) for run in chunks]
@@ -330,7 +324,7 @@ class _Buffers:
 
 
 class _Pools:
-    """Receives from the sender's pool into one of ours."""
+    """Receives from the sender's pool into a local one."""
 
     def __init__(
         self,
@@ -370,17 +364,18 @@ class _Pools:
         return made
 
     async def granted(self, positions: int, cached: int = 0) -> float:
-        """Seconds from our grant to the last byte in our pool."""
+        """Returns the seconds from the receiver's grant to the last byte in its pool."""
         _, granted, ended = await self._collect(positions, cached)
         return ended - granted
 
     async def collected(self, positions: int) -> float:
-        """Seconds of all of it, with a sender that we have met."""
+        """Returns the seconds of a whole hand-over after an earlier handshake."""
         began, _, ended = await self._collect(positions, 0)
         return ended - began
 
     async def met_and_collected(self, positions: int) -> float:
-        """Seconds of all of it, with a sender of which we know the address and no more."""
+        """Returns the seconds of a whole hand-over with a handshake; only the sender's address is
+        known before."""
         await self._receiver.forget(self._them.instance_id)
         await self._channels.drop(self._them.address)
         return await self.collected(positions)
@@ -411,23 +406,20 @@ class _Pools:
         return began, granted, time.perf_counter()
 
 
-# The sender, in a process of its own.
-
-
 async def serve_sender() -> None:
     """A real KvSender over a pool of random KV.
 
-    The first command is job and positions, and is answered with the sender's identity, a ring that
-    holds all of it in one buffer and one that holds it in KV chunks. Then {"seal": n} puts sealed
-    KV chunks of n positions into that last ring and is answered with their digests, and {"offer":
-    id, "receiver": instance id, "positions": n} offers n positions, all computed.
+    The first command has job and positions, and is answered with the sender's identity, a staging
+    pool with all of it in one buffer and one with KV chunks. Then {"seal": n} puts sealed KV chunks
+    of n positions into the latter and is answered with their digests, and {"offer": id, "receiver":
+    instance id, "positions": n} offers n positions, all computed.
     """
     async with AsyncExitStack() as ends:
         await answer(_Sending(ends).handle)
 
 
 class _Sending:
-    """Everything behind the sender's commands."""
+    """The implementation of the sender's commands."""
 
     def __init__(self, ends: AsyncExitStack) -> None:
         self._ends = ends

@@ -1,8 +1,8 @@
-"""How much of a hand-over of `baton bench kv` hides behind prefill.
+"""How much of a hand-over in `baton bench kv` overlaps with prefill.
 
-A real prefill worker in a process of its own computes prompts chunk by chunk; a decode worker in
-another process receives their KV, with an engine of its own. There is no router. All times are of
-the machine's monotonic clock, which both processes read.
+A real prefill worker in its own process computes prompts in chunks; a decode worker in another
+process receives their KV, with its own engine. There is no router. All times are of the machine's
+monotonic clock, which both processes share.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def run_overlap(job: dict[str, Any]) -> dict[str, Any]:
     buffer_bytes, sender_core (None: not pinned).
 
     Returns for each round, under "behind" (the prompt is handed over while it is computed), "alone"
-    (all of it was computed before), "half" (alone, and decode holds its first half): seconds from
-    the end of the last chunk to the last byte in decode's pool, and to the beginning of decode's
-    first step, and the bytes that were sent. Raises BatonError when tokens differ between them.
+    (it was computed before), "half" (alone, and decode already has its first half): the seconds
+    from the end of the last chunk to the last byte in decode's pool, and to the start of decode's
+    first step, and the bytes sent. Raises BatonError if tokens differ between them.
     """
     with asyncio.Runner(loop_factory=Loop) as runner:
         return runner.run(_measure(job))
@@ -88,8 +88,8 @@ async def _measure(job: dict[str, Any]) -> dict[str, Any]:
 async def _round(
     prefill: Peer, decode: _DecodeEnd, prompt: Sequence[int], name: str
 ) -> dict[str, Any]:
-    """One prompt, handed over in different ways, each under a salt of its own, so that decode does
-    not find in its cache what an earlier way has brought."""
+    """Hands one prompt over in different ways, each under its own salt, so that decode does not
+    find KV of an earlier way in its cache."""
 
     async def hand_over(way: str, salt: str, tokens: Sequence[int]) -> tuple[int, dict[str, float]]:
         """Returns the token after token 0, and the figures."""
@@ -129,7 +129,7 @@ async def _start_engine(
     deliver: Callable[[list[Event]], None],
     on_step: Callable[[StepPlan, float], None],
 ) -> tuple[EngineThread, KvLayout]:
-    """An engine thread of a worker, and the layout of its KV."""
+    """Starts a worker's engine thread. Returns it and the layout of its KV."""
     loops: list[EngineLoop] = []
 
     def make_loop() -> EngineLoop:
@@ -144,7 +144,7 @@ async def _start_engine(
 
 
 class _NotingReceiver(KvReceiver):
-    """Notes at `end` when the last byte of a hand-over was unpacked."""
+    """Records at `end` when the last byte of a hand-over was unpacked."""
 
     end: _DecodeEnd
 
@@ -156,7 +156,7 @@ class _NotingReceiver(KvReceiver):
 
 
 class _DecodeEnd:
-    """A decode worker that serves no gRPC: its service is called directly."""
+    """A decode worker without a gRPC server: its service is called directly."""
 
     sender: WorkerIdentity
     service: DecodeService
@@ -165,10 +165,10 @@ class _DecodeEnd:
     def __init__(self) -> None:
         self.identity = identity("decode")
         self.tokens: list[int] = []
-        """Of the newest request, from token 1 on."""
+        """Tokens of the newest request, from token 1 on."""
         self.ended = asyncio.Event()
         self.landed_at = self.stepped_at = 0.0
-        """When its last byte was unpacked, and when its first step began after that."""
+        """When its last byte was unpacked, and when its first step after that began."""
         self.received_bytes = 0
 
     @classmethod
@@ -200,7 +200,7 @@ class _DecodeEnd:
         return made
 
     def start(self, name: str, prompt: Sequence[int], salt: str, handover_id: bytes) -> None:
-        """Begins to receive a prompt's KV and to decode from there."""
+        """Starts receiving a prompt's KV, and decoding after it."""
         self.tokens, self.ended = [], asyncio.Event()
         self.landed_at = self.stepped_at = 0.0
         request = TransferRequest(handover_id, self.sender, len(prompt), HANDOVER_S)
@@ -208,7 +208,7 @@ class _DecodeEnd:
         self.service.start(self._session, wanted, request, 0)
 
     def _note_step(self, _plan: StepPlan, seconds: float) -> None:
-        """On the engine thread, after a step."""
+        """Called on the engine thread after a step."""
         if self.landed_at and not self.stepped_at:
             self.stepped_at = time.monotonic() - seconds
 
@@ -224,10 +224,10 @@ class _DecodeEnd:
 async def serve_prefill() -> None:
     """The prefill worker.
 
-    The first command is job and positions, and is answered with the worker's identity. Each further
-    one computes a prompt, from its prefix cache as far as it can, and offers its KV: run (token
-    ids), name (of the request), handover (id) and receiver (instance id). It is answered at token
-    0: the time at which the last chunk was computed.
+    The first command has job and positions, and is answered with the worker's identity. Each later
+    one computes a prompt, from its prefix cache as far as possible, and offers its KV: run (token
+    ids), name (of the request), handover (id) and receiver (instance id). It is answered at token 0
+    with the time at which the last chunk was computed.
     """
     async with AsyncExitStack() as ends:
         services: list[PrefillService] = []

@@ -1,10 +1,10 @@
-"""`baton bench loadtest`: the load generator's own accuracy, and the rate at which it keeps its
+"""`baton bench loadtest`: the load generator's accuracy, and the rate up to which it keeps its
 schedule.
 
-A server of drawn latencies records what they really were, from a request's arrival to each token's
-write. Percentiles that the load generator reports, which count from when a request was due, are set
-against the same percentiles of those records: the difference is the load generator's own doing, and
-what lies between the two processes. Each is on a core of its own where there are two.
+A server with random latencies records them, from a request's arrival to each token's write. The
+load generator's percentiles, which count from when a request was due, are compared with those of
+the records. The difference is due to the load generator and to the path between the processes. Each
+has its own core if there are two.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PROMPT_TOKENS = 64
 WARM_S = 2.0
 SHARES = (0.5, 0.9, 0.99)
 RIGHT = 1.0
-"""Percent that a percentile may be off, where the schedule was kept."""
+"""Maximum error of a percentile, in percent, if the schedule was kept."""
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when an answer is missing."""
+    """Raises BatonError if an answer is missing."""
     with asyncio.Runner(loop_factory=Loop) as runner:
         return Report([one for rate in args.rates for one in runner.run(_measure(args, rate))])
 

@@ -1,4 +1,4 @@
-"""How a benchmark declares its options: one line each, in a tuple OPTIONS of its module."""
+"""Declaration of a benchmark's options: one line each, in the tuple OPTIONS of its module."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Option = tuple[str, dict[str, Any]]
 
 
 def option(flag: str, default: Any, help: str = "", **more: Any) -> Option:
-    """One option, whose type and placeholder follow from its default.
+    """Returns one option, whose type and placeholder follow from its default.
 
-    A tuple is given as values with commas in between. A flag alone sets what is False by default.
+    A tuple is given as comma-separated values. An option whose default is False is a flag.
     """
     settings: dict[str, Any] = {"default": default, "help": help or None}
     if default is False:
@@ -27,7 +27,7 @@ def option(flag: str, default: Any, help: str = "", **more: Any) -> Option:
 
 
 def values(kind: Callable[[str], Any], allowed: tuple[str, ...] = ()) -> Callable[[str], Any]:
-    """Reads values with commas in between; allowed: the only ones, "" for any."""
+    """Returns a parser of comma-separated values. allowed: the valid ones; empty: any."""
 
     def read(text: str) -> tuple[Any, ...]:
         found = tuple(text.split(","))
@@ -45,7 +45,7 @@ SHAPES = "tiny, 8m, 25m, 100m, 500m: random weights, built once; or a model's fo
 
 
 def engine(threads: int, shape: str = "100m") -> tuple[Option, ...]:
-    """The model that an engine computes, and the threads it has."""
+    """Returns the options for an engine's model and threads."""
     return (
         option("--shape", shape, SHAPES),
         option("--threads", threads, "of the engine, which is pinned to as many cores"),
@@ -60,6 +60,6 @@ PLOT = option("--plot", None, "draw an SVG here", type=Path, metavar="FILE")
 
 
 def add(parser: argparse.ArgumentParser, options: tuple[Option, ...]) -> None:
-    """Adds options to a parser; a later one takes the place of an earlier one of its name."""
+    """Adds options to a parser; a later one replaces an earlier one of the same name."""
     for flag, settings in dict(options).items():
         parser.add_argument(flag, **settings)

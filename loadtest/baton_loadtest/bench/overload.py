@@ -1,8 +1,8 @@
-"""`baton bench overload`: goodput, refusals and memory at up to ten times what the fleet can do.
+"""`baton bench overload`: goodput, refusals and memory at up to ten times the fleet's capacity.
 
-Capacity is found first, by a closed load. Then requests arrive by an open loop, whatever becomes of
-them; goodput is what is answered within its objectives. Last a retry storm: at twice capacity every
-client that is refused asks again at once, five times; then arrivals fall to 0.7 of capacity.
+The capacity is measured first, in a closed loop. Then requests arrive in an open loop; goodput
+counts those answered within their objectives. Last is a retry storm: at twice the capacity every
+refused client retries at once, five times; then arrivals fall to 0.7 of the capacity.
 """
 
 from __future__ import annotations
@@ -54,31 +54,28 @@ OPTIONS = (*LOAD_OPTIONS, option("--factors", (0.5, 1.0, 2.0, 5.0, 10.0), "of ca
 STORM, AFTER = 2.0, 0.7
 GOODPUT, REFUSAL_MS, FIRST_TOKEN, FLAT, BACK_S = 0.9, 50.0, 2.0, 1.1, 10.0
 ENOUGH = 0.9
-"""Of a second's arrivals that are answered within their objectives: goodput is back."""
+"""Share of a second's arrivals answered within their objectives at which goodput has recovered."""
 
 SECONDS_IN_A_ROW = 3
 AT_ONCE = 96
-"""Of the closed load that finds out what the fleet can do: more than run at a time."""
+"""Concurrency of the closed loop that measures the capacity: more than run at a time."""
 
 WARM_S = 6.0
 SEARCH_S = 12.0
 SETTLING_S = 3.0
 SAMPLE_S = 0.5
 END_S = 60.0
-"""A request that has not ended so long after the last arrival counts as failed."""
+"""A request that has not ended this long after the last arrival counts as failed."""
 
 RETRIES_AT_ONCE = 5
 PAUSE_S = 0.25
-"""Of a client of the closed load that was refused."""
+"""Pause of a closed-loop client after a refusal."""
 
 VISIBLE_TOKEN = 70
-"""A letter in most vocabularies, which every answer is biased to: an answer that begins with half a
-character has no text to time, however fast its first token was."""
+"""A letter in most vocabularies, which all answers are biased to: an answer that begins with half a
+character has no text, so the time of its first token would be unknown."""
 
 MIB = 2**20
-
-
-# The load, in a process of its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +83,18 @@ class Stream:
     """Poisson arrivals of one client."""
 
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     key: str = ""
     routers: tuple[int, ...] = (0,)
-    """The indices of those that are asked, in turns."""
+    """The indices of the routers to use in turn."""
 
 
 class _Refusals:
-    """A client of several routers that notes how refusals went; it may ask again at once."""
+    """A client of several routers that records refusals, and may retry at once."""
 
     def __init__(self, clients: Sequence[HttpLoadClient], retries: int) -> None:
         self.refusals_s: list[float] = []
-        """How long each refusal took."""
+        """The duration of each refused request."""
         self._clients, self._retries = clients, retries
         self._turns = count()
         self.prepare = clients[0].prepare
@@ -123,9 +120,9 @@ class _Refusals:
 
 def run_load(job: dict[str, Any]) -> dict[str, Any]:
     """job: routers (host:port of each), fields (of every body), prompt_tokens, output_tokens, seed,
-    name, seconds, retries; streams (as Stream), or at_once for a closed load.
+    name, seconds, retries; streams (as Stream), or at_once for a closed loop.
 
-    Returns of each stream its samples, refusals_s and retry_after_s.
+    Returns for each stream its samples, refusals_s and retry_after_s.
     """
     with asyncio.Runner(loop_factory=Loop) as runner:
         return {"streams": runner.run(_run_load(job))}
@@ -176,18 +173,19 @@ async def _run_load(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 @dataclass(slots=True)
 class StreamLoad:
-    """What became of one stream in one phase."""
+    """The results of one stream in one phase."""
 
     samples: list[Sample]
     refusals_s: list[float] = field(default_factory=list)
     retry_after_s: list[float] = field(default_factory=list)
 
     def met(self, args: argparse.Namespace) -> int:
-        """Requests that were answered within their objectives, from when they left."""
+        """Returns the number of requests answered within their objectives, from when they were
+        sent."""
         return sum(_meets(one, args) for one in self.samples)
 
     def first_token_ms(self, share: float) -> float:
-        """Of those that were answered."""
+        """Of answered requests."""
         return ms([s.first_s - s.left_s for s in self.samples if s.end == ANSWERED], share)
 
     @property
@@ -196,11 +194,11 @@ class StreamLoad:
 
     @property
     def failed(self) -> int:
-        """Neither answered in full nor refused."""
+        """The number of requests neither answered in full nor refused."""
         return sum(one.end not in (ANSWERED, REFUSED) for one in self.samples)
 
     def lag_ms(self, share: float) -> float:
-        """By which requests left later than they were due."""
+        """Returns a quantile of how much later requests were sent than they were due."""
         return ms([one.lag_s for one in self.samples], share)
 
 
@@ -210,15 +208,15 @@ def _meets(sample: Sample, args: argparse.Namespace) -> bool:
 
 @dataclass(slots=True)
 class Phase:
-    """One phase of a load, and what the fleet used meanwhile."""
+    """One phase of a load, and the fleet's resource usage in it."""
 
     name: str
     seconds: float
     streams: list[StreamLoad]
     rss: dict[str, int]
-    """The most resident memory of each process, in bytes."""
+    """The maximum resident memory of each process, in bytes."""
     cpu: dict[str, float]
-    """Processor time of each process, in seconds."""
+    """CPU time of each process, in seconds."""
     elapsed_s: float
     """Until the last answer."""
 
@@ -232,17 +230,17 @@ class Phase:
         )
 
     def goodput(self, args: argparse.Namespace) -> float:
-        """Requests answered within their objectives, a second."""
+        """Returns the requests per second answered within their objectives."""
         return self.whole.met(args) / self.seconds
 
     def cores(self, role: str) -> float:
-        """Processor time of all processes of a role, in cores."""
+        """Returns the CPU time of all processes of a role, in cores."""
         used = sum(seconds for name, seconds in self.cpu.items() if name.startswith(role))
         return used / self.elapsed_s
 
 
 class FleetLoad:
-    """The load of one fleet, one phase after the other."""
+    """Runs the phases of a load on one fleet."""
 
     def __init__(self, args: argparse.Namespace, running: RunningBaton, key: str = "") -> None:
         self._running = running
@@ -260,7 +258,8 @@ class FleetLoad:
         }
 
     async def capacity(self) -> float:
-        """Requests a second that end when there are always more. Raises BatonError for none."""
+        """Returns the completed requests per second in a closed loop. Raises BatonError for
+        none."""
         streams = [Stream(0.0, self._key)]
         await self.phase("warm up", WARM_S, streams=streams, at_once=AT_ONCE)
         found = await self.phase("search", SEARCH_S, streams=streams, at_once=AT_ONCE)
@@ -312,11 +311,8 @@ class FleetLoad:
         return Phase(name, seconds, found, rss, cpu, elapsed_s)
 
 
-# The experiment.
-
-
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when the fleet answers nothing."""
+    """Raises BatonError if the fleet answers nothing."""
     stay_off_the_engine()
     return Report(asyncio.run(_measure(args)))
 
@@ -407,7 +403,8 @@ def _figures(
 
 
 def _back(args: argparse.Namespace, after: Phase) -> float:
-    """Seconds until nearly all that arrive are answered within their objectives, and stay so."""
+    """Returns the seconds until nearly all arrivals are answered within their objectives for
+    good."""
     arrived: list[list[bool]] = [[] for _ in range(int(after.seconds))]
     for one in after.whole.samples:
         if int(one.due_s) < len(arrived):

@@ -1,7 +1,7 @@
-"""The contenders of `baton bench engine` that are not Baton: transformers and llama.cpp.
+"""The contenders of `baton bench engine` other than Baton: transformers and llama.cpp.
 
-Imports the standard library alone: `run_llama` may run in an interpreter that has llama_cpp and
-numpy, and none of Baton's dependencies.
+Imports only the standard library: `run_llama` may run in an interpreter that has llama_cpp and
+numpy, but none of Baton's dependencies.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from baton_loadtest.child import progress
 
 MAX_RUNNING = 64
 PAGE = 32
-"""Positions of a page of transformers' continuous batching: its fastest on CPUs."""
+"""Positions per page in transformers' continuous batching: its fastest setting on CPUs."""
 
 PAD = 0
 POLL_S = 5.0
 STREAM = 256
-"""Positions that a sequence's KV stream of llama.cpp is a multiple of."""
+"""The length of a sequence's KV stream in llama.cpp is a multiple of this."""
 
 
 def _timed(work: Callable[[dict[str, Any]], list[list[int]]], job: dict[str, Any]) -> Any:
-    """Answers job["warm"], then job["requests"], of which it returns tokens and times."""
+    """Runs job["warm"], then job["requests"], and returns the tokens and times of the latter."""
     work(job["warm"])
     began, cpu = time.perf_counter(), time.process_time()
     tokens = work(job["requests"])
@@ -37,16 +37,13 @@ def _timed(work: Callable[[dict[str, Any]], list[list[int]]], job: dict[str, Any
     return {"tokens": tokens, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
-# transformers.
-
-
 def run_transformers(job: dict[str, Any]) -> Any:
     """transformers in float32 with `sdpa`: continuous batching, or `generate` in static batches.
 
     job: model, threads, batch (0: continuous), step_tokens, requests, warm, seconds. Static
-    batching begins no further batch after so many seconds: its batches are independent, so that
-    those that were done measure its speed. Returns tokens (of the requests that were done, in
-    order), seconds and cpu_seconds.
+    batching starts no batch after so many seconds: batches are independent, so the finished ones
+    suffice to measure its speed. Returns tokens (of the finished requests, in order), seconds and
+    cpu_seconds.
     """
     import torch
 
@@ -123,12 +120,9 @@ def _static(network: Any, asked: dict[str, Any], size: int, seconds: float) -> l
     return answers
 
 
-# llama.cpp.
-
-
 def write_gguf(model: Path, target: Path) -> None:
-    """Writes a Llama or Qwen 3 model as one GGUF file, unless it is there: matrices in float16, the
-    rest in float32, and a made-up tokenizer, because only token ids are ever used.
+    """Writes a Llama or Qwen 3 model as one GGUF file, unless it exists: matrices in float16, the
+    rest in float32, and a made-up tokenizer, because only token ids are used.
 
     Needs the gguf package. Raises ValueError for other architectures.
     """
@@ -178,7 +172,7 @@ def write_gguf(model: Path, target: Path) -> None:
             if place is None:
                 raise ValueError(f"{name} has no place in a GGUF file of this shape")
             if pairs := rotated.get(name.split(".")[-2]):
-                # llama.cpp rotates neighbours, transformers the two halves of a head.
+                # llama.cpp rotates adjacent elements, transformers the two halves of a head.
                 halves = values.reshape(pairs, 2, -1, values.shape[-1])
                 values = halves.swapaxes(1, 2).reshape(values.shape)
             stored = np.float16 if values.ndim == 2 else np.float32
@@ -191,10 +185,10 @@ def write_gguf(model: Path, target: Path) -> None:
 
 
 def run_llama(job: dict[str, Any]) -> Any:
-    """llama.cpp through llama-cpp-python's C functions, weights and KV in float16.
+    """llama.cpp through llama-cpp-python's C functions, with weights and KV in float16.
 
-    All sequences are in one context with a KV stream each (its faster way), under the same token
-    budget a step as the others: decode first, the rest for prompts. job: gguf, threads,
+    All sequences are in one context with a KV stream each (its faster mode), under the same token
+    budget per step as the others: decode first, the rest for prompts. job: gguf, threads,
     step_tokens, requests, warm. Returns tokens, seconds and cpu_seconds.
     """
     return _timed(_Llama(job).serve, job)
@@ -206,15 +200,15 @@ class _LlamaSequence:
     place: int
     tokens: list[int]
     prompt: int
-    """Tokens of the prompt, with which `tokens` begins."""
+    """Number of prompt tokens, with which `tokens` begins."""
     output: int
-    """Tokens that are asked for."""
+    """Number of requested tokens."""
     done: int = 0
-    """Leading tokens that are computed."""
+    """Number of leading tokens that are computed."""
 
 
 class _Llama:
-    """One context that fits the requests of a job."""
+    """One context with room for the requests of a job."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import llama_cpp

@@ -1,14 +1,14 @@
-"""`baton bench readers`: what readers that stall and senders that crawl cost everybody else.
+"""`baton bench readers`: the effect of stalled readers and slow senders on other clients.
 
-The same streams are followed alone and beside a crowd, in turns. A step takes a fixed time, so that
-nothing but the router's own work can stretch the time between two tokens. The crowd's own answers
-are made before its turn is measured: only that they are not read is measured. The crowd is a
-process of its own:
+The same streams run alone and beside a crowd, in turns. A step takes a fixed time, so that only the
+router's own work can increase the time between two tokens. The crowd's answers are generated before
+its turn is measured, so that only their not being read is measured. The crowd is a process of its
+own:
 
-    read nothing    half over HTTP (SSE), half over gRPC; each asks for far more than buffers hold
-    send slowly     two fifths a request's head, as many a request's body, a byte a second each; the
-                    others send the preface of HTTP/2 to the gRPC port, half of them only a part of
-                    it, and then nothing. One that is cut comes back at once
+    read nothing    half over HTTP (SSE), half over gRPC; each requests far more than buffers hold
+    send slowly     two fifths send a request's head, and two fifths a body, at a byte a second; the
+                    others send the preface of HTTP/2 to the gRPC port, half of them a part of it,
+                    and then nothing. One that is disconnected reconnects at once
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MIB = 1 << 20
 
 PROMPT = list(range(100, 108))
 HTTP_TOKENS, GRPC_TOKENS = 320, 160
-"""With the most log-probabilities: several times what the sockets in between hold."""
+"""With the most log-probabilities: several times what the sockets in between can buffer."""
 
 TOP_LOGPROBS = 20
 READER_BYTES = 4096
@@ -75,12 +75,12 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x
 
 @dataclass(frozen=True, slots=True)
 class ReadersTurn:
-    """What the neighbours' streams were like in one turn, and what memory was held then."""
+    """The other clients' streams in one turn, and the memory used then."""
 
     gaps: list[float]
-    """Between tokens, in seconds."""
+    """Seconds between tokens."""
     rss: float
-    """The router's own memory, in bytes."""
+    """The router's memory in bytes."""
     sockets: float
     """The kernel's memory of all sockets, in bytes."""
 
@@ -90,7 +90,7 @@ class ReadersTurn:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a stream fails."""
+    """Raises BatonError if a stream fails."""
     with environment(
         BATON_FAKE_STEP_MS=args.step_ms,
         BATON_STALL_TIMEOUT_S=args.limit_s,
@@ -166,7 +166,7 @@ async def _turn(running: RunningBaton, args: argparse.Namespace) -> ReadersTurn:
 
 
 async def _answers_made(running: RunningBaton) -> None:
-    """Returns when the crowd's answers are made, as far as the worker makes them."""
+    """Returns when the crowd's answers are generated, as far as the worker generates them."""
     async with asyncio.timeout(WAIT_S):
         while True:
             metrics = await running.metrics("decode-0")
@@ -177,7 +177,7 @@ async def _answers_made(running: RunningBaton) -> None:
 
 
 def _socket_bytes() -> float:
-    """What the kernel holds in TCP buffers of this machine, where it says so."""
+    """Returns the bytes in the kernel's TCP buffers on this machine, if it reports them."""
     with suppress(OSError):
         for line in Path("/proc/net/sockstat").read_text().splitlines():
             if line.startswith("TCP:"):
@@ -185,12 +185,9 @@ def _socket_bytes() -> float:
     return math.nan
 
 
-# The crowd.
-
-
 async def crowd() -> None:
-    """The first command is http, grpc (host:port), stalled and slow (how many of each), and is
-    answered when all are there; the second is answered with who was cut since."""
+    """The first command has http, grpc (host:port), stalled and slow (the number of each), and is
+    answered when all are connected; the second is answered with the number disconnected since."""
     http, calls = _StalledHttp(), _StalledCalls()
     tasks: list[asyncio.Task[None]] = []
 
@@ -203,7 +200,7 @@ async def crowd() -> None:
             *(calls.add(command["grpc"]) for _ in range(half)),
         )
         tasks.append(asyncio.create_task(http.watch()))
-        # After those, which are to be let in: slow senders take their tenant's share of bodies.
+        # Slow senders use up their tenant's limit of bodies, so they connect after the others.
         for number in range(command["slow"]):
             way = _slow_way(number, command["http"], command["grpc"])
             tasks.append(asyncio.create_task(_send_slowly(*way)))
@@ -218,7 +215,7 @@ async def crowd() -> None:
 
 
 class _StalledHttp:
-    """Connections over HTTP whose answers are not read, and when the server ended each."""
+    """HTTP connections whose answers are not read, and when the server closed each."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, tuple[socket.socket, float]] = {}
@@ -234,7 +231,7 @@ class _StalledHttp:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(client, split(address, "http"))
         accepted = b"HTTP/1.1 200"
-        # The crowd is one tenant, and some of it are refused while others are let in.
+        # The crowd is one tenant, so some requests are refused while others are admitted.
         while True:
             await loop.sock_sendall(client, request)
             if await loop.sock_recv(client, len(accepted)) == accepted:
@@ -245,7 +242,7 @@ class _StalledHttp:
         self._poll.register(client, select.POLLRDHUP | select.POLLHUP | select.POLLERR)
 
     async def watch(self) -> None:
-        """Notes who is cut. Reads nothing."""
+        """Records which connections are closed, without reading."""
         while True:
             for number, _ in self._poll.poll(0):
                 client, since = self._sockets.pop(number)
@@ -256,7 +253,7 @@ class _StalledHttp:
 
 
 class _StalledCalls:
-    """The same over gRPC. Only reading shows that a call has ended, so that is done at the end."""
+    """Calls over gRPC that are not read. Their end can only be seen by reading, done at the end."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
@@ -272,7 +269,7 @@ class _StalledCalls:
         await call.read()
 
     async def num_cut(self) -> int:
-        """How many were ended by the server before their answers ended."""
+        """Returns how many calls the server ended before their answers ended."""
         cut = 0
         for call in self._calls:
             try:
@@ -287,7 +284,7 @@ class _StalledCalls:
 
 
 async def _send_slowly(address: str, start: bytes, drip: bytes) -> None:
-    """Sends the start, then one byte a second; comes back when it is cut, for ever."""
+    """Sends the start, then one byte a second; reconnects when disconnected, endlessly."""
     while True:
         with suppress(OSError):
             reader, writer = await asyncio.open_connection(*split(address, "http"))

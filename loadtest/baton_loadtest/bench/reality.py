@@ -1,10 +1,11 @@
-"""`baton bench reality`: what the simulator predicts against what a Baton on this machine does.
+"""`baton bench reality`: the simulator's predictions against a real Baton on this machine.
 
-For each of five workloads a Baton is started and asked, until its workers have measured their own
-speed. Then, several times: they are asked for it, requests are simulated, and then really sent. A
-machine's speed changes from minute to minute, so that a prediction is made from the speed just
-before. Latencies are compared as clients see them. What router, tokenizer and detokenizer add to a
-first token, which the simulator takes for constant, is measured with requests alone before.
+For each of five workloads a Baton is started and gets requests until its workers have measured
+their speed. Then, several times, their measurements are read, requests are simulated, and then
+really sent. A machine's speed changes from minute to minute, so each prediction uses the speed just
+before. Latencies are compared as clients see them. The time that router, tokenizer and detokenizer
+add to a first token, which the simulator assumes to be constant, is measured first with lone
+requests.
 """
 
 from __future__ import annotations
@@ -55,27 +56,27 @@ OPTIONS = (
 )
 
 KV_MIB = 2048
-"""Of each engine: enough for all that runs at a time, whatever else the machine holds."""
+"""Of each engine: enough for all concurrent requests, whatever else the machine's memory holds."""
 
 ALONE = 20
-"""Requests, one at a time, that what is added to a first token is measured by."""
+"""Number of lone requests that measure the time added to a first token."""
 
 ALONE_S = 0.5
 MOST_TOKENS = 2048
 CLOSE, CLOSE_TAIL = 15.0, 30.0
-"""Percent that a median or a rate may be off, and a 99th percentile."""
+"""Maximum error in percent of a median or a rate, and of a 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class RealityCase:
-    """One workload, and what serves it."""
+    """One workload, and the fleet for it."""
 
     name: str
     lengths: Lengths
     scale: float = 1.0
     """A factor of the lengths."""
     prefills: int = 0
-    """Prefill workers; 0: decode prefills."""
+    """Prefill workers; 0: decode workers prefill."""
     shared_tokens: int = 0
     bursts: bool = False
     """Three times the rate for a quarter of the time, and a third of it otherwise."""
@@ -109,36 +110,36 @@ FIGURES = {
     "between tokens, p99": ("ms", CLOSE_TAIL),
     "output tokens": ("/s", CLOSE),
 }
-"""What is compared: the unit, and the percent that a prediction may be off."""
+"""The compared figures: the unit, and the maximum error of a prediction in percent."""
 
 RealFigures = tuple[float, float, float, float, float]
 """The values of FIGURES, in their order."""
 
 
 class RealBaton:
-    """A Baton on this machine that predicted figures are compared with."""
+    """A real Baton to compare predictions with."""
 
     def __init__(self, running: RunningBaton, client: GrpcLoadClient) -> None:
         self._running, self._client = running, client
 
     async def speeds(self) -> list[MeasuredSpeed]:
-        """As each engine measured its own. Raises BatonError."""
+        """Returns each engine's own measurements. Raises BatonError."""
         layout = self._running.layout
         addresses = [spec.grpc for spec in layout.processes if spec.role in ENGINE_ROLES]
         return await ask(addresses, None, layout.peer_token)
 
     async def run(self, workload: Workload, seed: int) -> Summary:
-        """seed: of the tokens; what one run leaves in caches is not there for another."""
+        """seed: of the tokens, so that runs do not share cached prefixes."""
         loop = OpenLoop(self._client, TokenIds(seed, *ORDINARY))
         return Summary(await loop.run(workload), Objectives())
 
 
 @asynccontextmanager
 async def started(options: UpOptions) -> AsyncIterator[RealBaton]:
-    """options: what to run, without where. Raises StartFailed.
+    """options: what to run, without addresses. Raises StartFailed.
 
-    One engine has a core of its own, and everything else the other. Two engines share both cores
-    with the rest: on one core they would take turns, which no prediction takes into account.
+    A single engine has its own core, and everything else the other. Two engines share both cores
+    with the rest: on one core they would alternate, which no prediction takes into account.
     """
     alone = options.prefill + options.decode == 1
     both = f"{ENGINE_CORE},{OTHER_CORE}"
@@ -158,7 +159,7 @@ async def started(options: UpOptions) -> AsyncIterator[RealBaton]:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a request fails."""
+    """Raises BatonError if a request fails."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory() as place:
         folder = str(engines.with_tokenizer(engines.folder(args.shape), Path(place)))
@@ -205,8 +206,8 @@ async def _compared(args: argparse.Namespace, case: RealityCase, real: RealBaton
 def _figure(
     name: str, unit: str, close: float, predicted: Sequence[float], real: Sequence[float]
 ) -> list[Result]:
-    """The middle prediction against the middle run. A tail is off by 0 where the prediction lies
-    within the runs."""
+    """Compares the median prediction with the median run. The error of a tail is 0 if the
+    prediction is within the range of the runs."""
     middle = median(predicted)
     off = 100 * abs(middle / median(real) - 1)
     if close == CLOSE_TAIL and min(real) <= middle <= max(real):
@@ -219,7 +220,7 @@ def _figure(
 
 
 async def _measured(real: RealBaton, workload: Workload, seed: int) -> RealFigures:
-    """Raises BatonError when a request is not answered."""
+    """Raises BatonError if a request is not answered."""
     found = await real.run(workload, seed)
     if found.answered != found.due:
         raise BatonError(f"{found.due - found.answered} of {found.due} requests were not answered")
@@ -231,7 +232,7 @@ async def _measured(real: RealBaton, workload: Workload, seed: int) -> RealFigur
 
 
 async def _facts(case: RealityCase, real: RealBaton) -> FleetFacts:
-    """The fleet as its workers have measured themselves by now."""
+    """Returns the fleet with its workers' current measurements."""
     known = calibration_of(await real.speeds())
     return FleetFacts(
         known.prefill, known.decode, case.prefills, 1, known.kv_bytes, known.max_model_len
@@ -252,7 +253,7 @@ def _predicted(facts: FleetFacts, workload: Workload) -> RealFigures:
 
 
 def _busy(facts: FleetFacts, case: RealityCase, seed: int) -> float:
-    """The share of its time that the busiest worker needs for a request a second, alone."""
+    """Returns the share of time that the busiest worker needs for one request per second."""
     slow = case.drawn(0.02, 5000.0).workload(seed)
     found = _simulated(facts, slow)
     return max(found.decode_busy + found.prefill_busy) * found.window_s / slow.requests

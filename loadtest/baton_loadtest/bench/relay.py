@@ -1,7 +1,7 @@
 """`baton bench relay`: five processes against the same engine in one, same requests, one run.
 
 Both sides' engines are pinned to one core; router, tokenizer, detokenizer and the client share the
-other. Rounds alternate between the sides, each with prompts of its own so that nothing is cached.
+other. Rounds alternate between the sides, with different prompts so that nothing is cached.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Rounds = list[list[Sample]]
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when tokens differ."""
+    """Raises BatonError if tokens differ."""
     stay_off_the_engine()
     return Report(asyncio.run(_measure(args)))
 
@@ -112,10 +112,10 @@ def _figures(five: Rounds, one: Rounds, counted: dict[str, float]) -> list[Resul
 
 
 async def serve_alone() -> None:
-    """The same engine in one process, with the options that a decode worker has by default.
+    """The same engine in one process, with a decode worker's default options.
 
-    The first command names the model; each further one is prompts, output_tokens and concurrency,
-    answered with samples.
+    The first command has the model; each later one has prompts, output_tokens and concurrency, and
+    is answered with samples.
     """
     loops: list[Any] = []
 

@@ -1,10 +1,10 @@
-"""`baton bench router`: what the router itself costs, in time and in processor time.
+"""`baton bench router`: the router's own cost in latency and CPU time.
 
-A real router between synthetic workers and clients that only count, so that nothing but the router
-is measured. It has a core of its own where the machine has two; workers and clients, each in a
-process of its own, share another. The clients cost next to nothing, so that the router can be
-driven to its limits: they take HTTP/2 apart into frames, count bytes of server-sent events, and
-never hold anything back.
+A real router runs between synthetic workers and clients that only count, so that only the router is
+measured. It has its own core if the machine has two; workers and clients, each in its own process,
+share another one. The clients use almost no CPU time, so that the router can be driven to its
+limits: they split HTTP/2 into frames, count bytes of server-sent events, and never apply
+backpressure.
 """
 
 from __future__ import annotations
@@ -58,36 +58,36 @@ WARM_REQUESTS = 20
 EACH_STREAMS, EACH_STEP_S = 64, 0.025
 MANY_STEP_S = 0.25
 OPENING_STEP_S = 60.0
-"""While streams begin, those that have begun rest."""
+"""The step time while streams are opened, so that open ones are almost idle."""
 
 SETTLE_S = 2.0
 OPEN_FILES = 16384
 AGE_S = 3600
-"""The age at which the router closes a connection: more than a run takes."""
+"""The age at which the router closes a connection: longer than a run."""
 
 SHORT_WORDS = 4
 ENDLESS = 1 << 14
 FIRST_TEXT_S = 120.0
 OPENING = 64
-"""Streams that wait for their first text at a time: more would only time out in a queue."""
+"""Streams that wait for their first text at a time; more could time out in a queue."""
 
 WIDE = 2**31 - 1
-"""The largest window of flow control."""
+"""The largest flow-control window."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingCost:
-    """What a stretch of streaming took."""
+    """The cost of a period of streaming."""
 
     seconds: float
     spent_s: float
-    """Processor time of the router."""
+    """CPU time of the router."""
     tokens: int
     events: int
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a stream ends that must not."""
+    """Raises BatonError if a stream ends that must not."""
     check_cpu_clock()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
@@ -117,7 +117,7 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
 
 
 class _RouterBench:
-    """The measurements, on what runs."""
+    """The measurements of running processes."""
 
     def __init__(
         self, router: BatonProcess, workers: Peer, clients: Peer, args: argparse.Namespace
@@ -126,7 +126,7 @@ class _RouterBench:
         self._ask = partial(clients.ask, faces={face: router.announced[face] for face in FACES})
 
     async def added(self, face: str) -> list[Result]:
-        """Time to the first text, less what the workers took for it."""
+        """Measures the time to the first text, minus the workers' time."""
         await self._times(face, WARM_REQUESTS)
         times = await self._times(face, self._args.requests)
         name = f"added to the time to first token, {FACES[face]}"
@@ -143,11 +143,11 @@ class _RouterBench:
         ]
 
     async def each(self, face: str) -> list[Result]:
-        """Every token an event of its own."""
+        """One event per token."""
         return (await self._streaming(face, EACH_STREAMS, EACH_STEP_S, EACH_US))[:2]
 
     async def many(self, face: str) -> list[Result]:
-        """So many that the router has to take some together, unless it keeps up."""
+        """So many streams that the router must combine tokens unless it keeps up."""
         return await self._streaming(face, self._args.streams, MANY_STEP_S, COALESCED_US)
 
     async def _streaming(
@@ -163,7 +163,7 @@ class _RouterBench:
         ]
 
     async def _stream(self, face: str, streams: int, step_s: float) -> StreamingCost:
-        """Streams that all run for a while."""
+        """Measures a number of streams for a period."""
         say(f"{streams} streams over {FACES[face]}")
         await self._workers.ask(do="step", step_s=OPENING_STEP_S)
         try:
@@ -186,16 +186,13 @@ class _RouterBench:
         return StreamingCost(seconds, spent_s, tokens, events)
 
 
-# The clients, in a process of their own.
-
-
 @dataclass(slots=True)
 class CountedStream:
     """One answer so far."""
 
     began: float
     first_s: float | None = None
-    """From asking to the first text, in seconds."""
+    """Seconds from the request to the first text."""
     events: int = 0
     tokens: int = 0
     ended: bool = False
@@ -290,7 +287,7 @@ class GrpcStreams(asyncio.Protocol):
 
 
 class SseStream:
-    """One stream of /v1/completions; `feed` takes its body, cut anywhere."""
+    """One stream of /v1/completions. `feed` takes its body, split anywhere."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.stream = CountedStream(perf_counter())
@@ -316,7 +313,7 @@ class SseStream:
 
 
 class _Clients:
-    """Asks, counts and takes times."""
+    """Sends requests, counts and measures times."""
 
     def __init__(self) -> None:
         self._names = count(1)
@@ -325,13 +322,13 @@ class _Clients:
         self._http: HttpLoadClient | None = None
         self._streams: list[CountedStream] = []
         self._silent: list[CountedStream] = []
-        """Streams of which nothing came yet."""
+        """Streams without any answer so far."""
         self._changed = asyncio.Event()
 
     async def times(
         self, faces: dict[str, str], face: str, requests: int, words: int
     ) -> dict[str, float]:
-        """Seconds to the first text by the request's name, of one request after the other."""
+        """Returns the seconds to the first text by request name, of sequential requests."""
         times: dict[str, float] = {}
         for name in [next(self._names) for _ in range(requests)]:
             stream = await self._ask(faces, face, "word " * (words - 1) + str(name), 2)
@@ -343,7 +340,7 @@ class _Clients:
         return times
 
     async def open(self, faces: dict[str, str], face: str, streams: int) -> None:
-        """So many endless streams, all of which have begun."""
+        """Opens so many endless streams. Returns when all have begun."""
         for _ in range(streams):
             await self._until(lambda: self._waiting() < OPENING)
             prompt = "word " * (SHORT_WORDS - 1) + str(next(self._names))
@@ -352,7 +349,7 @@ class _Clients:
         await self._until(lambda: not self._waiting())
 
     def tally(self) -> dict[str, int]:
-        """Of all open streams so far."""
+        """Returns the counts of all open streams so far."""
         return {
             what: sum(getattr(stream, what) for stream in self._streams)
             for what in ("events", "tokens", "ended")
@@ -387,7 +384,7 @@ class _Clients:
         return self._connection.ask(prompt, max_tokens)
 
     async def _until(self, reached: Callable[[], bool]) -> None:
-        """Raises TimeoutError when that does not come about."""
+        """Raises TimeoutError if the condition does not become true."""
         async with asyncio.timeout(FIRST_TEXT_S):
             while not reached():
                 self._changed.clear()
@@ -395,7 +392,7 @@ class _Clients:
 
 
 async def serve_clients() -> None:
-    """Each command has faces, where the router listens ("grpc" and "http", as host:port)."""
+    """Each command has faces: the router's addresses ("grpc" and "http", as host:port)."""
     clients = _Clients()
 
     async def handle(command: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""`baton bench routing`: one routing decision over many workers, and the prefix index's memory.
+"""`baton bench routing`: one routing decision among many workers, and the prefix index's memory.
 
-No process is started: pools, prefix index and policy are the router's own, the workers are made up.
-Each holds beginnings of shared documents, as many as the index keeps of it. A request asks for a
-whole document; its hashes are given, as they come with its token ids. Between two decisions some
-workers report, and every decision is placed, so that snapshots are made again as they are in a
-router.
+No process is started: pools, prefix index and policy are the router's, the workers are made up.
+Each holds prefixes of shared documents, as many as the index keeps. A request is a whole document,
+whose hashes are given because they come with its token ids. Between two decisions some workers
+report, and every decision is placed, so that snapshots are renewed as often as in a router.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OPTIONS = (
 
 DOCUMENTS = 64
 COMMON_UNITS = 8
-"""That all documents begin with: a system prompt."""
+"""The common prefix of all documents, as of a system prompt."""
 
 REPORTS = 20
 """Workers that report their load between two decisions."""
@@ -50,7 +49,7 @@ LAYOUT = KvLayout("model", "bfloat16", 32, 8, 128, 128)
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Times decisions. Every step of one is timed alone in the same run, too."""
+    """Times decisions. Every step of a decision is also timed alone in the same run."""
     draw = random.Random(args.seed)
     documents = _documents(draw, args.tokens)
     tracemalloc.start()
@@ -87,7 +86,7 @@ def _decisions(
     pools: list[_StandingPool],
     draw: random.Random,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each decision, and of its look-ups alone."""
+    """Returns the seconds of each decision, and of its look-ups alone."""
     prefills, decodes = pools
     policy = RoutingPolicy()
     whole, looking = [], []
@@ -115,7 +114,7 @@ def _decisions(
 
 
 class _StandingPool(Pool[Any]):
-    """A pool of made-up workers, which no task follows."""
+    """A pool of made-up workers without tasks that follow them."""
 
     def __init__(self, role: str, workers: int, draw: random.Random) -> None:
         self.known = PrefixIndex()
@@ -147,13 +146,13 @@ class _StandingPool(Pool[Any]):
         return worker
 
     def fill(self, documents: list[bytes], draw: random.Random) -> None:
-        """Every worker holds beginnings of documents, until the index keeps no more of it."""
+        """Gives every worker prefixes of documents, until the index keeps no more of it."""
         for worker in self.standing:
             added: dict[bytes, None] = {}
             while len(added) < max(1024, 2 * MAX_ENTRIES // len(self.standing)):
                 document = draw.choice(documents)
                 units = draw.randint(1, len(document) // HASH_BYTES)
-                # What no other worker has: a conversation that went on from there.
+                # A part that no other worker has, such as the rest of a conversation.
                 own = draw.randbytes(HASH_BYTES * draw.randint(1, 64))
                 for unit in _split(document[: HASH_BYTES * units] + own):
                     added[unit] = None
@@ -169,11 +168,11 @@ class _Client:
     ready = True
 
     async def run(self) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
 
 def _documents(draw: random.Random, tokens: int) -> list[bytes]:
-    """Hashes of documents that begin alike."""
+    """Returns hashes of documents with a common prefix."""
     common, units = draw.randbytes(HASH_BYTES * COMMON_UNITS), -(-tokens // UNIT_TOKENS)
     own = max(0, units - COMMON_UNITS)
     return [common + draw.randbytes(HASH_BYTES * own) for _ in range(DOCUMENTS)]

@@ -1,7 +1,7 @@
-"""`baton bench scaling`: bursts of traffic on simulated fleets that grow and shrink, by core's rule
-and by how busy workers are, with made-up speeds of workers.
+"""`baton bench scaling`: bursts of traffic on simulated fleets that scale by core's rule and by
+utilisation, with made-up worker speeds.
 
-The same bursts run on fleets that always have the most workers, and always one of each role.
+The same bursts also run on fleets that always have the maximum size, or one worker of each role.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ TARGET = Target(2.0, 0.05)
 BUSY = 0.7
 PREFILL = WorkerFacts(replace(SPEED, prefill_position_s=1e-4), 4000, 64, 8192)
 DECODE = WorkerFacts(SPEED, 1000, 64, 2048, 64)
-"""Slow and small enough that bursts of chat take several."""
+"""Slow and small enough that bursts of chat need several."""
 
 WINDOW_S = 15.0
-"""Of one point of a chart."""
+"""Duration of one point in a chart."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledFleet:
-    """What became of the traffic on one fleet."""
+    """The results of one fleet."""
 
     name: str
     records: Sequence[Record]
     worker_s: float
-    """Seconds of all workers together."""
+    """Total time of all workers."""
     paid: Sequence[tuple[float, float]]
-    """(time, workers of both pools) whenever the fleet was looked at."""
+    """(time, workers of both pools) at each check."""
 
     @property
     def share_met(self) -> float:
         return sum(TARGET.met(record) for record in self.records) / len(self.records)
 
     def first_token_s(self, share: float) -> float:
-        """Of those that had one."""
+        """Of requests that had a first token."""
         waits = (record.first_token_s for record in self.records)
         return quantile([wait for wait in waits if wait is not None], share)
 
@@ -114,7 +114,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _traffic(args: argparse.Namespace) -> list[Request]:
-    """People who talk, in bursts."""
+    """Returns chat traffic in bursts."""
     draw, lengths = Random(f"scaling {args.seed}"), named("chat")
     arrivals = Arrivals(
         Kind.BURSTS,
@@ -124,7 +124,7 @@ def _traffic(args: argparse.Namespace) -> list[Request]:
         burst_s=args.burst_s,
         period_s=args.period_s,
     )
-    # Without the burst that it would begin with: that would be a start. Each period ends with one.
+    # The initial burst is removed, because it would be a cold start. Each period ends with one.
     times = [at - args.burst_s for at in arrivals.times(draw) if at >= args.burst_s]
     if not times:
         raise InvalidArgument("has no request in it: more seconds, or a higher rate", field="rate")
@@ -136,7 +136,7 @@ def _traffic(args: argparse.Namespace) -> list[Request]:
 def _run(
     name: str, traffic: Sequence[Request], first: int, choice: Choice | None, startup_s: float
 ) -> ScaledFleet:
-    """first: workers of each pool at the beginning."""
+    """first: the initial number of workers in each pool."""
     facts = FleetFacts(PREFILL, DECODE, first, first, KV_BYTES)
     simulation = Simulation(facts)
     paid: list[tuple[float, float]] = []
@@ -152,7 +152,7 @@ def _run(
 
 
 class _Fixed:
-    """As many as there are."""
+    """Keeps the number of workers."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -173,7 +173,7 @@ def _workers(found: Sequence[ScaledFleet]) -> Chart:
 
 
 def _first_tokens(found: Sequence[ScaledFleet]) -> Chart:
-    """Of requests by when they came."""
+    """By time of the request's arrival."""
     lines = []
     for one in found:
         windows: dict[int, list[float]] = defaultdict(list)

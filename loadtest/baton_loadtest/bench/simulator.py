@@ -1,6 +1,6 @@
-"""`baton bench simulator`: CPU time that simulated traffic takes; what it simulates is made up.
+"""`baton bench simulator`: the CPU time of simulating traffic, with made-up worker speeds.
 
-Two runs: a part of the trace with quiet steps skipped and without; then what was asked for.
+First a part of the trace is simulated with and without skipping quiet steps; then the whole run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SPEED = WorkerSpeed(
 )
 KV_BYTES = 131072
 POSITIONS = 512_000
-"""Of KV that a prefill worker holds; a decode worker twice as many."""
+"""KV capacity of a prefill worker; a decode worker has twice as much."""
 
 COMPARED_S = 300.0
 GOAL_S = 300.0
@@ -83,7 +83,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _skipping(trace: Sequence[Recorded], seconds: float) -> list[Result]:
-    """The same traffic twice."""
+    """Runs the same traffic with and without skipping."""
     traffic = traced_requests(trace, Scale(seconds=seconds))
     facts = _fleet(8, 64)
     say(f"skipping and stepping, {len(traffic)} requests")
@@ -109,7 +109,7 @@ def _run(facts: FleetFacts, traffic: Sequence[Request]) -> tuple[float, Outcome]
 
 
 def _fleet(workers: int, block_size: int) -> FleetFacts:
-    """A quarter of them prefill; a router for each eight."""
+    """A quarter of the workers prefill; there is a router for every eight."""
     prefills = max(1, workers // 4)
     prefill = WorkerFacts(SPEED, POSITIONS // block_size, block_size, 8192)
     decode = WorkerFacts(SPEED, 2 * POSITIONS // block_size, block_size, 2048, 256)

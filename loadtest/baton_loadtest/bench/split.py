@@ -1,13 +1,12 @@
-"""`baton bench split`: whether `baton plan split` is right, on this machine.
+"""`baton bench split`: checks the answers of `baton plan split` on this machine.
 
-For each of three workloads the plan predicts what two workers carry within targets, aggregated and
-split, from what running workers measured of themselves. Then both set-ups really run, each with the
-chunks that the plan gave it, and the highest rate that they carry is looked for with the same
-requests.
+For each of three workloads the plan predicts the goodput of two workers, aggregated and split, from
+running workers' own measurements. Then both set-ups really run, each with the chunks of the plan,
+and the highest rate that they sustain is searched with the same requests.
 
-All of Baton is real, but without a model the engines only take their time, asleep, as a host waits
-for its device. Two engines that compute on a machine of two cores take each other's time: the
-length of a step then depends on the other worker, and no prediction could be made from it.
+All of Baton is real, but engines without a model only sleep for their time, as a host waits for its
+device. Two engines that compute on a machine of two cores would take each other's time: the length
+of a step would depend on the other worker, and could not be predicted.
 """
 
 from __future__ import annotations
@@ -51,31 +50,30 @@ OPTIONS = (
 WORKERS = 2
 REQUESTS = 120
 IN_TIME = 0.9
-"""The share of requests, and of times between tokens, that are to be within targets. Two cores that
-are shared with others keep one token in a hundred for longer than any target leaves room for."""
+"""The share of requests, and of times between tokens, that must be within targets. On two shared
+cores one token in a hundred is later than any target allows."""
 
 STEP = 1.15
-"""From one rate that is tried to the next: by default as much as the error of the plan."""
+"""Factor between tried rates: by default as large as the error of the plan."""
 
 CLOSE = 0.16
-"""Nothing is tried between two rates that are a step apart."""
+"""No rate is tried between two that are a step apart."""
 
 FARTHEST = 2.0
-"""Rates up to so many times the predicted one are tried, and down to one so many times lower."""
+"""Rates are tried up to this multiple of the predicted one, and down to its inverse."""
 
 TAKES = ("--fake-step-ms", "60", "--fake-token-ms", "0.3", "--max-running", "32")
-"""A prompt of 200 tokens takes about as long as a step, as it does where an 8 B model runs on a
-large GPU. Slow enough, and few enough at a time, that what the host does beside it is little."""
+"""A prompt of 200 tokens takes about as long as a step, as for an 8 B model on a large GPU. The
+times are long, and concurrent sequences few, so that the host's own work is negligible."""
 
 WARM = ((64, 8, 1.0), (512, 16, 1.0), (200, 64, 2.0))
-"""Prompt tokens, output tokens and requests a second of the loads that a worker measures its speed
-by: steps of several sizes."""
+"""Prompt tokens, output tokens and requests per second of the loads with which a worker measures
+its speed: steps of several sizes."""
 
 WARM_S = 12.0
 
 LONE = Drawn(Arrivals(Kind.CONSTANT, 1 / 8.0, 40.0), fixed(32, 100))
-"""Requests one after the other, whose tokens would come evenly if nothing but an engine took time.
-"""
+"""Requests one after another, whose tokens would come evenly if only the engine took time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,9 @@ class SplitCase:
     output: int
     """Tokens of each answer."""
     first: float
-    """The target of a first token, in times that a worker alone needs for the prompt."""
+    """Target of the first token, as a multiple of a lone worker's time for the prompt."""
     between: float
-    """The target between tokens, in times that a worker needs for a step of one sequence."""
+    """Target between tokens, as a multiple of a worker's step of one sequence."""
 
     def drawn(self, rate: float) -> Drawn:
         return Drawn(Arrivals(Kind.POISSON, rate, REQUESTS / rate), fixed(self.prompt, self.output))
@@ -112,24 +110,24 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Confirmed:
-    """The plan's answer to one workload, beside real runs."""
+    """The plan's answer for one workload, and real runs."""
 
     case: SplitCase
     targets: Targets
     advice: Advice
     split: float
-    """Requests a second that the split set-up really carried."""
+    """Requests per second that the split set-up really sustained."""
     aggregated: float
 
     @property
     def ratio(self) -> float | None:
-        """None where aggregated workers carry none of the rates that were tried."""
+        """None if aggregated workers sustain none of the tried rates."""
         return self.split / self.aggregated if self.aggregated else None
 
     @property
     def answer(self) -> Answer | None:
-        """The answer of the real runs, by the plan's own rule; None where nothing was carried at
-        all."""
+        """The answer of the real runs by the plan's own rule; None if neither set-up sustained a
+        rate."""
         if not (self.split or self.aggregated):
             return None
         return self.advice.answer_of(inf if self.ratio is None else self.ratio)
@@ -151,9 +149,9 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 async def _measured(options: UpOptions) -> tuple[Calibration, float]:
-    """The speeds of workers of both roles, and of one that does both, since a decode worker that
-    never prefills cannot measure prefill; and by how many seconds 1 of 10 tokens of a lone request
-    is late."""
+    """Returns the speeds of workers of both roles, and of one that does both, because a decode
+    worker that never prefills cannot measure prefill; and the seconds by which 1 of 10 tokens of a
+    lone request is late."""
     gaps: Sequence[float] = ()
     speeds = []
     for prefills, decodes in ((1, 1), (0, 1)):
@@ -176,7 +174,7 @@ def _confirmed(
     added_s: float,
 ) -> Confirmed:
     planned = case.targets(measured)
-    # The plan is of engines alone. A machine whose cores are shared may add more than a step.
+    # The plan covers engines only. A machine with shared cores may add more than a step.
     targets = Targets(planned.first_token_s + added_s, planned.between_tokens_s + added_s)
     workload = case.drawn(1.0).workload(args.seed)
     requests = drawn_requests(workload)
@@ -193,7 +191,7 @@ def _confirmed(
 async def _carried(
     options: UpOptions, case: SplitCase, targets: Targets, workload: Workload, predicted: Carried
 ) -> float:
-    """The most requests a second of those tried that it really carries; 0: none of them."""
+    """Returns the highest tried rate, in requests per second, that is sustained; 0: none."""
     setup = predicted.setup
     options = replace(
         options,
@@ -205,7 +203,7 @@ async def _carried(
     first = predicted.goodput or own_rate
     seeds = count()
     async with started(options) as real:
-        # Until workers have measured themselves, which routers go by.
+        # Until the workers have measured their speeds, which the routers use.
         few = Drawn(Arrivals(Kind.POISSON, 1.0, WARM_S), fixed(case.prompt, case.output))
         await real.run(few.workload(-1), -1)
 
@@ -213,7 +211,7 @@ async def _carried(
             found = await real.run(_faster(workload, rate / own_rate), next(seeds))
             first_s = quantile(found.latencies.first, IN_TIME)
             between_s = quantile(found.latencies.between, IN_TIME)
-            # As `Splitting` has it.
+            # See `Splitting`.
             is_good = (
                 found.answered >= SHARE * found.due
                 and first_s <= targets.first_token_s
@@ -231,7 +229,7 @@ async def _carried(
 
 
 def _faster(workload: Workload, times: float) -> Workload:
-    """The same requests, so many times as fast."""
+    """Returns the same requests, `times` as fast."""
     sessions = tuple(replace(one, due_s=one.due_s / times) for one in workload.sessions)
     return Workload(sessions, workload.seconds / times)
 

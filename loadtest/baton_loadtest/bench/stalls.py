@@ -1,7 +1,8 @@
-"""`baton bench stalls`: how arriving long prompts delay the tokens of sequences that run.
+"""`baton bench stalls`: how long prompts that arrive delay the tokens of running sequences.
 
-One engine prefills and decodes. With chunks a step takes on only so many positions of a prompt, so
-that tokens keep coming; without, the whole prompt is one step, and everyone waits for it.
+One engine prefills and decodes. With chunks a step computes a limited number of a prompt's
+positions, so that other sequences keep getting tokens; without, the whole prompt is one step for
+which all wait.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEADLINE_S = 600.0
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises InvalidArgument when the model is too short for the prompts."""
+    """Raises InvalidArgument if the model's length is too short for the prompts."""
     threads = min(args.threads, len(cores()))
     model = engines.folder(args.shape)
     config = engines.config_of(model)
@@ -81,8 +82,8 @@ def measure(args: argparse.Namespace) -> Report:
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """job: model, threads, device, seed, vocab, running, output, prompt, arrivals, chunks.
 
-    Returns for each chunk size, in seconds: all gaps between a sequence's tokens, the longest one
-    that ended in each step, and the long prompts' times to their first tokens.
+    Returns for each chunk size, in seconds: all gaps between a sequence's tokens, the longest gap
+    that ended in each step, and the long prompts' times to first token.
     """
     positions = job["running"] * (SHORT_PROMPT + job["output"] + GROWTH)
     positions += job["arrivals"] * (job["prompt"] + GROWTH)
@@ -95,7 +96,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stall(runner: ModelRunner, chunk: int, job: dict[str, Any]) -> dict[str, list[float]]:
-    """Long prompts arrive when the running sequences have made equal shares of their tokens."""
+    """Long prompts arrive when the running sequences have made equal parts of their tokens."""
     draw = random.Random(job["seed"])
     running, output, arrivals = job["running"], job["output"], job["arrivals"]
 

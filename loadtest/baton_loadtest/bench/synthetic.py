@@ -1,8 +1,8 @@
-"""The four workers around a measured router, in one process: scripted ones, without a model.
+"""Scripted workers of the four roles, without a model, in one process around a measured router.
 
-They take a fixed time for what they serve, and note how long each piece of it really took. A
-prompt's last word is a number that names the request: it is its last token, which prefill, decode
-and detokenizer all see. Every output token's text is WORD.
+Each piece of work takes a fixed time, and the actual time is recorded. A prompt's last word is a
+number that identifies the request: it is its last token, which prefill, decode and detokenizer all
+receive. Every output token's text is WORD.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKEN = token_ids_to_bytes((1,))
 
 
 class Times:
-    """Seconds that each request was served, by what was done. serve_s: what everything takes."""
+    """The seconds of each request's work, by kind. serve_s: the additional time of all work."""
 
     def __init__(self) -> None:
         self.serve_s = 0.0
@@ -47,7 +47,7 @@ class Times:
 
     @asynccontextmanager
     async def serve(self, what: str, *requests: int) -> AsyncIterator[None]:
-        """Runs the block, takes serve_s longer, and notes how long both took."""
+        """Runs the block, waits serve_s, and records how long both took."""
         began = perf_counter()
         yield
         if self.serve_s:
@@ -61,7 +61,7 @@ class Times:
 
 
 class Tokenizer(ScriptedTokenizer):
-    """One token a word; the last one is the number that it spells."""
+    """One token per word; the last one is the number that it spells."""
 
     def __init__(self, times: Times) -> None:
         super().__init__(model=MODEL)
@@ -78,7 +78,7 @@ class Tokenizer(ScriptedTokenizer):
 
 
 class Prefill(ScriptedPrefill):
-    """Answers with token 0 of every choice; then its KV may be collected."""
+    """Responds with token 0 of every choice; then its KV may be collected."""
 
     def __init__(self, network: ScriptedKv, times: Times) -> None:
         super().__init__(network, model=MODEL, layout=LAYOUT)
@@ -102,14 +102,14 @@ class _Sequence:
         self.tokens = tokens
         self.longest = longest
         self.made = 1
-        """Tokens, as of the newest step."""
+        """Number of tokens, as of the newest step."""
         self.sent = 0
-        """Tokens of them that went out on a frame."""
+        """Number of tokens that were sent in a frame."""
 
 
 class Decode(ScriptedDecode):
-    """Every step makes one token for every sequence. Whatever is unsent when the stream has room
-    goes out as one StepFrame, with one entry a sequence.
+    """Every step makes one token per sequence. When the stream has room, all unsent tokens are sent
+    as one StepFrame with one entry per sequence.
     """
 
     def __init__(self, network: ScriptedKv, times: Times) -> None:
@@ -121,7 +121,7 @@ class Decode(ScriptedDecode):
         self._woken = asyncio.Event()
 
     def pace(self, step_s: float) -> None:
-        """From now on a step takes so long."""
+        """Sets the duration of a step."""
         self.step_s = step_s
         self._next_step = asyncio.get_running_loop().time() + step_s
         self._woken.set()
@@ -169,7 +169,7 @@ class Decode(ScriptedDecode):
         return await super().start(listen)
 
     def frame(self, steps: int) -> decode_pb2.StepFrame:
-        """What so many steps made; of none: what has just started."""
+        """Returns the frame of so many steps; of none: of what has just started."""
         frame = decode_pb2.StepFrame(started=self._started)
         self._started.clear()
         new, self._new = self._new, []
@@ -195,7 +195,7 @@ def _send(frame: decode_pb2.StepFrame, sequence: _Sequence) -> None:
 
 
 class Detokenizer(ScriptedDetokenizer):
-    """Answers with WORD for every token."""
+    """Responds with WORD for every token."""
 
     def __init__(self, times: Times) -> None:
         super().__init__(model=MODEL)
@@ -241,7 +241,7 @@ def _first_tokens(attempt: types_pb2.Attempt) -> list[types_pb2.ChoiceTokens]:
 
 
 class Workers:
-    """The four of them, each with a server of its own."""
+    """The workers, each with its own server."""
 
     def __init__(self) -> None:
         self.times = Times()
@@ -255,7 +255,7 @@ class Workers:
         ]
 
     async def open(self, serve_s: float) -> dict[str, str]:
-        """serve_s: what everything takes. Returns their addresses by role."""
+        """serve_s: the additional time of all work. Returns the addresses by role."""
         self.times.serve_s = serve_s
         for worker in self._all:
             worker.num_blocks = worker.free_blocks = NUM_BLOCKS
@@ -263,8 +263,8 @@ class Workers:
 
 
 async def serve_workers() -> None:
-    """do="open" with serve_s is answered with the workers' addresses by role; "step" sets step_s,
-    "sessions" is answered with their number, and "times" with how long each request was served."""
+    """do="open" with serve_s is answered with the workers' addresses by role; "step" sets step_s;
+    "sessions" is answered with their number, and "times" with the times of each request's work."""
     workers = Workers()
 
     async def handle(command: dict[str, Any]) -> dict[str, Any]:

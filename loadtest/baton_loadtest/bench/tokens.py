@@ -1,8 +1,8 @@
 """`baton bench tokens`: tokenizer and detokenizer workers against the same library in one process.
 
-Both sides of a figure are measured in this run, in turns, pinned to the same core, and compared by
-processor time; the client runs on another core where the machine has two. Text is the source of
-Python's own library: prose and code, and everybody has it.
+Both sides of a figure are measured in turns, pinned to the same core, and compared by CPU time; the
+client runs on another core if the machine has two. The text is the source of Python's standard
+library, which has prose and code and is available everywhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIONS = (
 
 TEXT_BYTES = 1 << 22
 ITEM_BYTES = 1 << 10
-"""A batch is of such texts, or of larger ones when more than 256 would be needed."""
+"""Size of the texts in a batch; larger if more than 256 would be needed."""
 
 MAX_ITEMS = 256
 COMPARED_FROM = 1 << 16
@@ -52,14 +52,14 @@ GOAL = 0.8
 STREAM_BYTES = 1 << 12
 DIRECT_S = 120.0
 TURNS = 3
-"""Of both sides of a figure; their medians count."""
+"""Measurements of each side of a figure, of which the median counts."""
 
 STOPS = ("\n\n\n\n", "</answer>", "User:")
 STEPS_AHEAD = 4
-"""Steps of all texts that may be without an answer: as many as a decode worker runs ahead."""
+"""Steps of all texts that may be unanswered: as many as a decode worker runs ahead."""
 
 LARGEST = 1 << 20
-"""Bytes of text, as many as a tokenizer takes by default."""
+"""Bytes of text; a tokenizer's default limit."""
 
 HARD_CPU_S = 4.0
 BESIDE_MS = 250.0
@@ -80,7 +80,7 @@ TURN_CHARACTERS = 2000
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises BatonError when a worker fails."""
+    """Raises BatonError if a worker fails."""
     check_cpu_clock()
     allowed = os.sched_getaffinity(0)
     try:
@@ -91,7 +91,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class TokensWorker:
-    """A tokenizer or detokenizer process that serves, and a channel to it."""
+    """A running tokenizer or detokenizer process, and a channel to it."""
 
     process: BatonProcess
     channel: grpc.aio.Channel
@@ -112,7 +112,7 @@ async def _serving(role: str, model: Path, core: int, *flags: str) -> AsyncItera
 
 
 class _TokensBench:
-    """The measurements in order; each adds its figures."""
+    """Runs the measurements in order; each adds its figures."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -120,7 +120,7 @@ class _TokensBench:
         self._text = _text()
         self._cores = cores()
         self._core, self._other = self._cores[0], self._cores[-1]
-        # Tokens of the text, none of which ends anything.
+        # Tokens of the text, none of which ends a sequence.
         start = random.Random(0).randrange(len(self._text) // 2)
         tokenizer = Tokenizer.from_file(str(self._model / "tokenizer.json"))
         text = self._text[start : start + (1 << 15)]
@@ -173,7 +173,7 @@ class _TokensBench:
         return Report(self.results, charts)
 
     def _direct(self, batches: dict[int, list[list[str]]], ids: list[int]) -> dict[str, Any]:
-        """The library's rates. It has the core that the workers have."""
+        """Returns the library's rates, on the core that the workers use."""
         job = {
             "tokenizer": str(self._model / "tokenizer.json"),
             "batches": batches,
@@ -187,7 +187,7 @@ class _TokensBench:
             os.sched_setaffinity(0, {self._other})
 
     async def _sizes(self, worker: TokensWorker) -> tuple[list[float], list[float]]:
-        """Bytes a CPU-second by the size of a request: the worker's, and the library's."""
+        """Returns bytes per CPU-second by size of a request: the worker's, and the library's."""
         rates, direct = [], []
         for size in self._args.sizes:
             say(f"requests of {size} bytes")
@@ -217,7 +217,7 @@ class _TokensBench:
         return rates, direct
 
     async def _streams(self, worker: TokensWorker) -> list[float]:
-        """Bytes a CPU-second by the number of streams that ask at once."""
+        """Returns bytes per CPU-second by the number of concurrent streams."""
         requests = [_request(batch) for batch in batches_of(self._text, STREAM_BYTES)]
         rates = []
         for streams in self._args.streams:
@@ -240,7 +240,7 @@ class _TokensBench:
         self.results.append(compared(name, rates[1], "MB/s", rates[0]))
 
     async def _growing_chat(self) -> None:
-        """A conversation that is encoded again with each turn, with the cache and without."""
+        """A conversation that is encoded again with each turn, with and without the cache."""
         rates = []
         for flags in ((), ("--max-cache-mib", "0")):
             say(f"a growing chat{', without the cache' if flags else ''}")
@@ -257,7 +257,7 @@ class _TokensBench:
         self.results.append(compared(name, rates[0], "turns/CPU-s", rates[1]))
 
     async def _decoding(self, direct: float) -> tuple[list[float], list[float]]:
-        """Tokens a CPU-second by the number of streams, without and with stop strings."""
+        """Returns tokens per CPU-second by number of streams, without and with stop strings."""
         rates: dict[bool, list[float]] = {False: [], True: []}
         async with _serving("detokenizer", self._model, self._core) as worker:
             for streams in self._args.streams:
@@ -277,7 +277,7 @@ class _TokensBench:
     async def _detokenize(
         self, worker: TokensWorker, streams: int, stop_strings: Sequence[str]
     ) -> float:
-        """Tokens a CPU-second, where every step appends one token to each text of one session."""
+        """Returns tokens per CPU-second if every step appends a token to each text of a session."""
 
         async def session(_: int, until: float) -> int:
             return await _TextSession(worker.channel, self._ids, streams, stop_strings).run(until)
@@ -285,18 +285,15 @@ class _TokensBench:
         return (await _measured([worker], session, 1, self._args.seconds)).per_core_s
 
 
-# Work for a worker.
-
-
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """A stretch of work of a worker."""
+    """The work of a worker in a period."""
 
     amount: int
     """Bytes or tokens."""
     seconds: float
     spent_s: float
-    """Processor time of the workers."""
+    """CPU time of the workers."""
 
     @property
     def per_core_s(self) -> float:
@@ -309,9 +306,9 @@ async def _measured(
     streams: int,
     seconds: float,
 ) -> WorkDone:
-    """stream: works until a time, and returns how much it did."""
+    """stream: works until a given time, and returns the amount of work."""
     loop = asyncio.get_running_loop()
-    # What is made once, on the first input of a kind, is no part of it.
+    # Excludes what is created once, on the first input of a kind.
     await asyncio.gather(*(stream(number, loop.time() + seconds / 8) for number in range(streams)))
     spent, began = sum(worker.spent_s() for worker in workers), loop.time()
     done = await asyncio.gather(*(stream(number, began + seconds) for number in range(streams)))
@@ -326,7 +323,7 @@ async def _encode(
     streams: int,
     seconds: float,
 ) -> WorkDone:
-    """Every stream asks one worker for one request after the other, until the time is up."""
+    """Every stream sends one request after another to one worker, until the time is up."""
 
     async def stream(number: int, until: float) -> int:
         done, turn = 0, number
@@ -340,7 +337,7 @@ async def _encode(
 
 
 async def _encoded_bytes(worker: TokensWorker, request: EncodeRequest) -> int:
-    """Bytes of text, encoded. Raises BatonError when an input was refused."""
+    """Returns the bytes of encoded text. Raises BatonError if an input was refused."""
     stub: Any = TokenizerStub(worker.channel)
     answer = await stub.Encode(request)
     if any(output.HasField("error") for output in answer.outputs):
@@ -349,7 +346,7 @@ async def _encoded_bytes(worker: TokensWorker, request: EncodeRequest) -> int:
 
 
 async def _hard_texts(worker: TokensWorker) -> list[Result]:
-    """A megabyte of each text that is meant to be hard, with short requests beside it."""
+    """Encodes a megabyte of each kind of difficult text, with short requests beside it."""
     short = EncodeRequest(inputs=[EncodeInput(text="What is the weather like today?")])
     results, waits = [], []
     for name, unit in HARD.items():
@@ -372,7 +369,7 @@ async def _hard_texts(worker: TokensWorker) -> list[Result]:
 
 
 class _TextSession:
-    """A router's side of one session with a detokenizer."""
+    """The router's side of one session with a detokenizer."""
 
     def __init__(
         self,
@@ -385,12 +382,12 @@ class _TextSession:
         self._tokens = [token_ids_to_bytes([token_id]) for token_id in ids]
         self._stops = stop_strings
         self._done = [0] * streams
-        """Tokens of each text that are sent or held for a stop string."""
+        """Tokens of each text that were sent as text or are held back for a stop string."""
         self._total = 0
         self._news = asyncio.Event()
 
     async def run(self, until: float) -> int:
-        """Tokens that were answered for. Raises BatonError when a text fails or ends."""
+        """Returns the number of answered tokens. Raises BatonError if a text fails or ends."""
         loop = asyncio.get_running_loop()
         reader = asyncio.create_task(self._read())
         texts = range(len(self._done))
@@ -437,7 +434,7 @@ class _TextSession:
 
 
 def _text() -> str:
-    """About TEXT_BYTES."""
+    """Returns about TEXT_BYTES of text."""
     pieces, size = [], 0
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         piece = path.read_text("utf-8", errors="replace")
@@ -449,7 +446,7 @@ def _text() -> str:
 
 
 def batches_of(text: str, size: int) -> list[list[str]]:
-    """Batches of about `size` characters, as many as the text has, at most a megabyte of them."""
+    """Returns batches of about `size` characters from at most a megabyte of the text."""
     item = max(min(size, ITEM_BYTES), size // MAX_ITEMS)
     return [
         [text[at : at + item] for at in range(start, start + size, item)]
@@ -473,16 +470,13 @@ def _streams(count: int) -> str:
     return "one stream" if count == 1 else f"{count} streams"
 
 
-# The library, in a process of its own.
-
-
 def run_library(job: dict[str, Any]) -> dict[str, Any]:
-    """`tokenizers` called in one process and one thread, as one would without Baton: its fastest
-    call for a batch, `encode_batch_fast`, with the ids as a list, and its own `DecodeStream`.
+    """Uses `tokenizers` in one process and one thread, as without Baton: its fastest call for a
+    batch, `encode_batch_fast`, with the ids as a list, and its own `DecodeStream`.
 
     job: tokenizer, a file; batches, texts by name, each a list of batches; ids, to decode; seconds
-    of processor time for each. Returns encode, bytes per second of processor time by name, and
-    decode, tokens per second.
+    of CPU time for each. Returns encode, bytes per CPU-second by name, and decode, tokens per
+    CPU-second.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers.decoders import DecodeStream
@@ -503,7 +497,7 @@ def run_library(job: dict[str, Any]) -> dict[str, Any]:
         return len(ids)
 
     def rate(work: Callable[[Any], int], items: list[Any]) -> float:
-        """How much of it is done in a second of processor time."""
+        """Returns the amount of work per CPU-second."""
         done, number, began, warm = 0, 0, time.process_time(), job["seconds"] / 8
         while not done or time.process_time() < began + (warm or job["seconds"]):
             done += work(items[number % len(items)])

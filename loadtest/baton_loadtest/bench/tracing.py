@@ -1,9 +1,9 @@
-"""`baton bench tracing`: what tracing and metrics cost, in processor time of all five processes.
+"""`baton bench tracing`: the cost of tracing and metrics, in CPU time of all five processes.
 
-A pair is two Batons, started for it, that are asked the same at the same time: whatever the machine
-does better one moment than the next, it does for both. One has every request traced to a receiver
-and all metrics scraped meanwhile, the other neither. Only the five processes count: not the
-receiver, nor who asks and scrapes.
+A pair is two freshly started Batons that get the same requests at the same time, so that changes in
+the machine's speed affect both. In one, every request is traced to a receiver and all metrics are
+scraped; in the other, neither. Only the five processes count, not the receiver, the client and the
+scraper.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ OPTIONS = (
 
 MOST_PERCENT = 3.0
 SCRAPE_EVERY_S = 15.0
-"""As the chart's monitors have it."""
+"""The interval of the chart's monitors."""
 
 SETTLE_S = 6.0
-"""After the last token: the spans leave within it."""
+"""After the last token; spans are exported within it."""
 
 T95 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""Student's t that 95 % of draws stay within, by degrees of freedom from 1 on."""
+"""Student's t for 95 % intervals, by degrees of freedom from 1 on."""
 
 MOST_PAIRS = len(T95) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A pair's ratio on average, and the ends of its 95 % interval."""
+    """A pair's mean ratio, and its 95 % interval."""
 
     mean: float
     low: float
@@ -77,10 +77,10 @@ class Ratio:
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
-    """Of the first of a pair to the second; both are above 0.
+    """Returns the ratio of the first to the second value of a pair; all are above 0.
 
-    Of the ratios' logarithms, since one that is twice as large and one that is half as large are
-    no difference. Raises InvalidArgument for fewer than two pairs, or more than MOST_PAIRS.
+    It uses logarithms, so that a ratio of 2 and one of 1/2 cancel out. Raises InvalidArgument for
+    fewer than two pairs, or more than MOST_PAIRS.
     """
     check_pairs(len(pairs))
     logs = [log(first / second) for first, second in pairs]
@@ -90,30 +90,30 @@ def ratio(pairs: Sequence[tuple[float, float]]) -> Ratio:
 
 
 def check_pairs(pairs: int) -> None:
-    """Raises InvalidArgument for a number of pairs that `ratio` does not take."""
+    """Raises InvalidArgument for a number of pairs that `ratio` does not support."""
     if not 2 <= pairs <= MOST_PAIRS:
         raise InvalidArgument(f"must be 2 to {MOST_PAIRS}", field="pairs")
 
 
 SpentUs = dict[str, float]
-"""Microseconds of processor time per token, by role."""
+"""Microseconds of CPU time per token, by role."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedPair:
-    """Two Batons that were asked the same."""
+    """Two Batons that got the same requests."""
 
     on: SpentUs
     """Traced and scraped."""
     off: SpentUs
     spans: int
-    """That were received."""
+    """Number of received spans."""
     scrapes: int
-    """Of all processes."""
+    """Number of scrapes of all processes."""
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """Raises InvalidArgument; BatonError when a request is not answered in full, or not traced."""
+    """Raises InvalidArgument; BatonError if a request is not answered in full, or not traced."""
     check_cpu_clock()
     check_pairs(args.pairs)
     return Report(asyncio.run(_measure(args)))
@@ -181,7 +181,7 @@ async def _pair(
 
 
 async def _drive(side: RunningBaton, prompts: list[str], args: argparse.Namespace) -> None:
-    """Runs the requests, so many at a time. Raises BatonError when tokens are missing."""
+    """Runs the requests, a number at a time. Raises BatonError if tokens are missing."""
     samples = await answers(side.layout.grpc, prompts, args.output_tokens, args.concurrency)
     if any(sample.tokens != args.output_tokens for sample in samples):
         raise BatonError("a request was not answered with all its tokens")
@@ -189,7 +189,7 @@ async def _drive(side: RunningBaton, prompts: list[str], args: argparse.Namespac
 
 @asynccontextmanager
 async def _scraped(side: RunningBaton) -> AsyncIterator[list[float]]:
-    """Reads all processes' metrics again and again, as Prometheus would; yields the times of it."""
+    """Scrapes all processes repeatedly, as Prometheus does; yields the list of times."""
     clock = asyncio.get_running_loop().time
     times: list[float] = []
 
@@ -211,7 +211,7 @@ async def _scraped(side: RunningBaton) -> AsyncIterator[list[float]]:
 
 
 def _prompts(seed: str, count: int, args: argparse.Namespace) -> list[str]:
-    """Text, so that the tokenizer has its part; each its own from the first letter on."""
+    """Returns texts, so that the tokenizer is used; each differs from the first letter on."""
     draw = random.Random(seed)
     return [
         " ".join("".join(draw.choices(string.ascii_lowercase, k=3)) for _ in range(args.words))
@@ -242,10 +242,10 @@ def figures(pairs: list[TracedPair], requests: int) -> list[Result]:
 
 
 async def receive_spans() -> None:
-    """An OTLP receiver, whose processor time is not the measured processes'.
+    """An OTLP receiver in its own process, so that its CPU time is not measured.
 
-    do="open" is answered with its endpoint, anything else with how many spans and traces came since
-    the last time.
+    do="open" is answered with its endpoint, other commands with the number of spans and traces
+    received since the last one.
     """
     receiver = _SpanReceiver()
     server = grpc.aio.server()
