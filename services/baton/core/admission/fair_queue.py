@@ -219,7 +219,7 @@ class DrainRate:
     """The observed rate at which a queue drains. Times are readings of one clock, in seconds.
 
     Only time with a waiting entry counts, and only entries that had to wait: an idle fleet takes a
-    burst at once, which says nothing about its speed. Older observations decay exponentially.
+    burst at once, which does not show its speed. Older observations decay exponentially.
     """
 
     def __init__(self) -> None:

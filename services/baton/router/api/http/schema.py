@@ -215,7 +215,7 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""Parameter to the values that are accepted, since they ask for nothing, as null does."""
+"""Each parameter with the values that are accepted because they have no effect; null always is."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -232,13 +232,13 @@ _MISMATCH = re.compile(r"Expected `([a-z |]+)`")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _PATH = re.compile(r"`\$([\w.\[\]]*)`")
 _NAME = re.compile(r"\w{1,64}", re.ASCII)
-"""Names of a client's own that an error may repeat. Others are not always valid in JSON."""
+"""Client-chosen names that an error may repeat. Other names are not always valid in JSON."""
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-    """The body as `kind`, and the sorted names of its parameters that have no effect.
+    """Returns the body as `kind`, and the sorted names of its parameters that have no effect.
 
-    Raises InvalidArgument for what is no JSON object, for a wrong type, and for a parameter in
+    Raises InvalidArgument for anything but a JSON object, for a wrong type, and for a parameter in
     `REFUSED`, unless its value is null or listed there, or the body has it as a field.
     """
     refused = REFUSED if issubclass(kind, GenerationBody) else {}
