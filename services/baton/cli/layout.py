@@ -108,7 +108,7 @@ class UpOptions:
     vllm_engine: bool = False
     """Routers serve gateways and give them the model's tokenizer."""
     local_prefill_tokens: int = -1
-    """The router's option; below 0: its default here."""
+    """The router's option; below 0: not set on its command line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ class LogFile:
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
         except OSError:
-            # The file ends with a complete line even if half of another would have fitted.
+            # A partial write is undone, so that the file ends with a complete line.
             with suppress(OSError):
                 os.ftruncate(self._descriptor, size)
             raise
