@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 TORCH := 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# The versions that the tests were last seen to pass with, so that a release of somebody else breaks no checkout.
+DEV_LOCK := deploy/locks/dev.txt
+
 # How many processes test at a time. A file's tests stay in one, so that what they share starts once.
 TEST_PROCESSES ?= 2
 
@@ -24,14 +27,14 @@ IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-pa
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images image-locks base-locks sbom audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
 
 install: $(VENV)/.installed ## Make .venv with everything in it
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(DEV_LOCK)
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch $(TORCH), CPU build"
@@ -40,7 +43,7 @@ $(VENV)/.installed: pyproject.toml
 		$(BIN)/pip install -q --disable-pip-version-check --index-url $(TORCH_INDEX) "torch==$(TORCH)"; \
 	else $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)"; fi
 	@echo "Installing Baton and its dependencies (a few minutes)"
-	@$(BIN)/pip install -q --disable-pip-version-check -e '.[engine,dev]' 2>&1 | grep -v '^WARNING: Location' || true
+	@$(BIN)/pip install -q --disable-pip-version-check -c $(DEV_LOCK) -e '.[engine,dev]' 2>&1 | grep -v '^WARNING: Location' || true
 	@$(BIN)/python -c 'import baton, torch, transformers'
 	@touch $@
 
@@ -80,6 +83,14 @@ images: ## Build the images IMAGES="cpu engine-cpu" (engine-gpu too, if you name
 		$(IMAGE_BUILD) -f deploy/Dockerfile --target $$target $(IMAGE_ARGS) \
 			-t $(IMAGE_REGISTRY)baton-$$target:$(IMAGE_TAG) .; \
 	done
+
+dev-lock: ## Install the newest versions that pyproject.toml allows, and pin them for `make install`
+	@rm -f $(VENV)/.installed
+	@: > $(DEV_LOCK)
+	@$(MAKE) -s install
+	@$(BIN)/pip install -q --disable-pip-version-check -U --upgrade-strategy eager "torch==$(TORCH)" -e '.[engine,dev]'
+	@$(BIN)/pip freeze --disable-pip-version-check --exclude-editable | grep -viE '^(torch|pip|setuptools|wheel)==' > $(DEV_LOCK)
+	@touch $(VENV)/.installed
 
 image-locks: install ## Resolve again what the images install, where pyproject.toml changed; all of it with UPGRADE=yes (pip, minutes)
 	@$(BIN)/python scripts/lock_images.py --torch $(TORCH) $(if $(UPGRADE),--upgrade)

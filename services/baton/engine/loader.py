@@ -264,7 +264,6 @@ def run_network(network: nn.Module, inputs: ForwardPass) -> torch.Tensor:
         input_ids=inputs.token_ids,
         position_ids=inputs.positions,
         use_cache=False,
-        past_key_values=None,
         logits_to_keep=inputs.sampled,
         **extra,
     )
