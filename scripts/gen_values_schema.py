@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from enum import Enum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 import yaml
 
@@ -153,20 +152,8 @@ def _config(cls: type) -> Schema:
 
 def _option(option: Option) -> Schema:
     unit = f" ({option.unit})" if option.unit else ""
-    schema: Schema = {"description": option.help + unit}
-    choices: Sequence[str] = option.choices
-    if get_origin(option.type) is tuple:
-        schema |= {"type": "array", "items": {"type": "string"}}
-    elif issubclass(option.type, Enum):
-        schema["type"], choices = "string", [each.value for each in option.type]
-    else:
-        schema["type"] = _TYPES[option.type]
-    if choices:
-        schema["enum"] = list(choices)
-    for name in ("minimum", "maximum"):
-        if (bound := getattr(option, name)) is not None:
-            schema[name] = bound
-    return schema
+    schema = option.schema
+    return {"description": schema.pop("description") + unit} | schema
 
 
 def main() -> None:

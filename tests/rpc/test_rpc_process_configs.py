@@ -17,8 +17,8 @@ CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, Detokeniz
 @pytest.mark.parametrize("config", CONFIGS)
 def test_defaults_are_allowed_and_explained(config: type) -> None:
     for option in options_of(config).values():
-        assert option.help
-        as_given = list(option.default) if option.type == tuple[str, ...] else option.default
+        assert option.schema["description"]
+        as_given = list(option.default) if isinstance(option.default, tuple) else option.default
         assert parse(option, as_given, "default") == option.default
 
 

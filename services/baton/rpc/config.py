@@ -17,54 +17,62 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
+
+import msgspec
 
 from baton.core.errors import InvalidArgument
 
-_BOOLS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
+_WORDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list of texts, comma separated",
 }
+"""What is allowed, by the type of the JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration dataclass: its name, type, and the arguments of `option`."""
+    """One field of a configuration dataclass, made by `option`."""
 
     name: str
     type: Any
+    """The field's type as msgspec takes it: with its limits, its choices and its description."""
     default: Any
-    help: str
-    unit: str
-    minimum: float | None
-    maximum: float | None
     choices: tuple[str, ...]
+    """All allowed values; empty: the type and its limits say what is allowed."""
+    unit: str
     required: bool
+    """Whether it must be given and not be empty."""
     secret: bool
+    """Whether its value is never printed."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of a value; `description` is the help text."""
+        schema = msgspec.json.schema(self.type)
+        if not self.choices:
+            return schema
+        # msgspec sorts the choices and leaves out their type.
+        description = schema["description"]
+        return {"description": description, "type": "string", "enum": list(self.choices)}
 
     @property
     def allowed(self) -> str:
         """The allowed values, in words."""
-        if self.type is bool:
-            return "true or false"
-        if names := self.choices or _members(self.type):
-            return "one of " + ", ".join(names)
-        if self.type is str:
-            return "text"
-        if self.type in (int, float):
-            kind = "a whole number" if self.type is int else "a number"
-            return kind + self._range()
-        return "a list of texts, comma separated"
-
-    def _range(self) -> str:
-        low, high = self.minimum, self.maximum
+        schema = self.schema
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        low, high = schema.get("minimum"), schema.get("maximum")
+        words = _WORDS[schema["type"]]
         if low is not None and high is not None:
-            return f" from {_number(low)} to {_number(high)}"
+            return f"{words} from {low:.12g} to {high:.12g}"
         if low is not None:
-            return f", at least {_number(low)}"
-        return "" if high is None else f", at most {_number(high)}"
+            return f"{words}, at least {low:.12g}"
+        return words if high is None else f"{words}, at most {high:.12g}"
 
 
 def parse(option: Option, value: object, source: str) -> Any:
@@ -72,82 +80,30 @@ def parse(option: Option, value: object, source: str) -> Any:
 
     Raises InvalidArgument that names field, value, source and what is allowed.
     """
+    given, is_text = value, isinstance(value, str)
+    if isinstance(given, str):
+        given = given.strip()
+        if isinstance(option.default, tuple):
+            given = [item.strip() for item in given.split(",") if item.strip()]
     try:
-        return _check(option, _convert(option, value))
-    except (ValueError, KeyError, OverflowError):
-        shown = "the value" if option.secret else repr(value)
-        raise InvalidArgument(
-            f"{shown} (from {source}) is not allowed; must be {option.allowed}", field=option.name
-        ) from None
+        made = msgspec.convert(given, option.type, strict=not is_text)
+        if not isinstance(made, float) or math.isfinite(made):
+            return made
+    except msgspec.ValidationError:
+        pass
+    shown = "the value" if option.secret else repr(value)
+    raise InvalidArgument(
+        f"{shown} (from {source}) is not allowed; must be {option.allowed}", field=option.name
+    )
 
 
 def render(option: Option, value: object) -> str:
     """The value as text that `parse` reads back; masked when secret."""
     if option.secret and value:
         return "***"
-    if isinstance(value, Enum):
-        return value.name.lower()
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(value) or "''"
-    return str(value) or "''"
-
-
-def _convert(option: Option, value: object) -> object:
-    """`value` in the option's type. Raises ValueError, KeyError or OverflowError."""
-    if option.type is bool:
-        return value if isinstance(value, bool) else _BOOLS.get(_text(value).lower())
-    if option.type is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        return int(_text(value))
-    if option.type is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        return float(_text(value))
-    if option.type is str:
-        return _text(value)
-    if _members(option.type):
-        return option.type[_text(value).upper()]
-    if isinstance(value, list):
-        return tuple(_text(item) for item in value)
-    return tuple(item.strip() for item in _text(value).split(",") if item.strip())
-
-
-def _check(option: Option, value: object) -> object:
-    """The value if it is in range; otherwise raises ValueError."""
-    if value is None:
-        raise ValueError
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise ValueError
-        if option.minimum is not None and value < option.minimum:
-            raise ValueError
-        if option.maximum is not None and value > option.maximum:
-            raise ValueError
-    if option.choices:
-        given = value if isinstance(value, tuple) else (value,)
-        if not set(given) <= set(option.choices):
-            raise ValueError
-    return value
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else str(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value.strip()
-
-
-def _members(kind: Any) -> tuple[str, ...]:
-    """The names of an Enum in lower case; () for any other type."""
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return tuple(member.name.lower() for member in kind)
-    return ()
+    return (",".join(value) if isinstance(value, tuple) else str(value)) or "''"
 
 
 def flag(name: str) -> str:
@@ -178,7 +134,7 @@ def read(
     parser.add_argument("--config", metavar="FILE", help="TOML file with values by field name")
     for name, spec in options.items():
         text = _help(spec)
-        if spec.type is bool:
+        if isinstance(spec.default, bool):
             parser.add_argument(
                 flag(name), dest=name, nargs="?", const="true", metavar="BOOL", help=text
             )
@@ -206,19 +162,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _metavar(spec: Option) -> str:
-    return (
-        (spec.unit or spec.type.__name__).upper().replace(":", "_") if not spec.choices else "NAME"
-    )
+    if spec.choices:
+        return "NAME"
+    return (spec.unit or type(spec.default).__name__).upper().replace(":", "_")
 
 
 def _help(spec: Option) -> str:
     must = "required" if spec.required else f"default {render(spec, spec.default)}"
     unit = f" {spec.unit}" if spec.unit and not spec.required else ""
-    return f"{spec.help} ({spec.allowed}; {must}{unit})".replace("%", "%%")
+    text = f"{spec.schema['description']} ({spec.allowed}; {must}{unit})"
+    return text.replace("%", "%%")
 
 
 T = TypeVar("T")
-_OPTION = "baton.option"
 
 
 def option(
@@ -234,19 +190,19 @@ def option(
 ) -> T:
     """A field of a configuration dataclass.
 
-    The field's annotation is str, int, float, bool, tuple[str, ...] (comma separated) or an Enum.
-    minimum and maximum are inclusive. required: must be given and not empty. secret: never printed.
+    The field's annotation is str, int, float, bool or tuple[str, ...] (comma separated). minimum
+    and maximum are inclusive. required: must be given and not empty. secret: never printed.
     """
     metadata = {
-        "help": help,
-        "unit": unit,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": tuple(choices),
-        "required": required,
-        "secret": secret,
+        "meta": msgspec.Meta(description=help, ge=minimum, le=maximum),
+        "facts": {
+            "choices": tuple(choices),
+            "unit": unit,
+            "required": required,
+            "secret": secret,
+        },
     }
-    made: T = dataclasses.field(default=default, metadata={_OPTION: metadata})
+    made: T = dataclasses.field(default=default, metadata=metadata)
     return made
 
 
@@ -269,12 +225,12 @@ def load(
         file = given.pop("config", None) or variables.get("BATON_CONFIG", "")
         raw = _from_file(options, Path(file)) if file else {}
         raw |= {
-            name: _Given(variables[variable], variable)
+            name: (variables[variable], variable)
             for name in options
             if (variable := f"BATON_{name.upper()}") in variables
         }
-        raw |= {name: _Given(text, flag(name)) for name, text in given.items()}
-        values = {name: parse(options[name], it.value, it.source) for name, it in raw.items()}
+        raw |= {name: (text, flag(name)) for name, text in given.items()}
+        values = {name: parse(options[name], *value) for name, value in raw.items()}
         for name, spec in options.items():
             if spec.required and not values.get(name, spec.default):
                 raise InvalidArgument(
@@ -294,19 +250,17 @@ def describe(config: Any) -> str:
 def options_of(cls: type) -> dict[str, Option]:
     """The fields of a configuration dataclass, in order."""
     types = get_type_hints(cls)
-    return {
-        f.name: Option(name=f.name, type=types[f.name], default=f.default, **f.metadata[_OPTION])
-        for f in dataclasses.fields(cls)
-    }
+    options = {}
+    for field in dataclasses.fields(cls):
+        facts = field.metadata["facts"]
+        kind = Literal[facts["choices"]] if facts["choices"] else types[field.name]
+        annotated: Any = Annotated[kind, field.metadata["meta"]]
+        options[field.name] = Option(field.name, annotated, field.default, **facts)
+    return options
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    value: object
-    source: str
-
-
-def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, _Given]:
+def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[object, str]]:
+    """The values of a TOML file, each with its source."""
     try:
         with path.open("rb") as file:
             table = tomllib.load(file)
@@ -320,7 +274,7 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, _Given]:
             raise InvalidArgument(
                 f"{path} has an unknown key {name!r}{suggest(name, options)}", field="config"
             )
-    return {name: _Given(value, str(path)) for name, value in table.items()}
+    return {name: (value, str(path)) for name, value in table.items()}
 
 
 def _exit(prog: str, message: str) -> NoReturn:
