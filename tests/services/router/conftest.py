@@ -15,7 +15,7 @@ from baton.router.config import RouterConfig
 from baton.router.observe.metrics import RouterMetrics
 from baton.router.observe.records import UsageSink
 from baton.router.request.migration import Migrator
-from baton.router.request.pipeline import EmptyStream, EventStream, Pipeline
+from baton.router.request.pipeline import EventStream, Pipeline
 from baton.router.workers.discovery import Discovery
 from baton.router.workers.fleet import Fleet
 from baton.rpc.channels import Channels
@@ -33,9 +33,6 @@ from tests.services.router.listed import Listed
 
 PATIENCE_S = 20.0
 """Nothing here takes so long; what does has hung."""
-
-
-Stream = EventStream | EmptyStream
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Answer:
         return self.last[choice].finish_reason
 
 
-async def read(stream: Stream) -> Answer:
+async def read(stream: EventStream) -> Answer:
     """Reads a stream to its end and closes it."""
     try:
         async with asyncio.timeout(PATIENCE_S):

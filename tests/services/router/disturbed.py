@@ -6,9 +6,10 @@ import asyncio
 
 from baton.core.request.request import Delta, Finished, Request, TextPrompt
 from baton.core.routing.load import WorkerState
+from baton.router.request.pipeline import EventStream
 from baton.testing import language
 from baton.testing.scripted import ScriptedDecode
-from tests.services.router.conftest import PATIENCE_S, Answer, Stream, World
+from tests.services.router.conftest import PATIENCE_S, Answer, World
 
 PROMPT = "the cat sat on the mat"
 IDS = tuple(PROMPT.encode())
@@ -27,7 +28,7 @@ def check(answer: Answer, n: int = 1) -> None:
         assert answer.reason(choice) is reason
 
 
-async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[Stream, Answer]:
+async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[EventStream, Answer]:
     """A stream of which so many tokens are read, and what they are."""
     stream = await world.pipeline.open(request)
     async with asyncio.timeout(PATIENCE_S):
@@ -39,7 +40,7 @@ async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[St
     return stream, answer
 
 
-async def finish(stream: Stream, answer: Answer) -> Answer:
+async def finish(stream: EventStream, answer: Answer) -> Answer:
     async with asyncio.timeout(PATIENCE_S):
         async for event in stream:
             if isinstance(event, Delta):

@@ -10,9 +10,10 @@ from baton.core.errors import Overloaded
 from baton.core.request.request import Request
 from baton.core.routing.load import WorkerState
 from baton.router.request.migration import AT_ONCE
+from baton.router.request.pipeline import EventStream
 from baton.testing import language
 from baton.testing.scripted import ScriptedDecode
-from tests.services.router.conftest import Answer, Stream, World, until
+from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import (
     EXPECTED,
     IDS,
@@ -28,7 +29,7 @@ from tests.services.router.disturbed import (
 
 async def started(
     world: World, request: Request = REQUEST, *, decodes: int = 2
-) -> tuple[Stream, Answer, ScriptedDecode]:
+) -> tuple[EventStream, Answer, ScriptedDecode]:
     """A stream under way, and the worker it decodes on."""
     await world.start(decodes=decodes)
     for decode in world.decodes:

@@ -141,9 +141,10 @@ class Scripted:
     async def open(
         self, request: Request, holding: Holding | None = None
     ) -> AsyncGenerator[Event, None]:
+        with self.reading(request.tenant):
+            self.seen.append(validate(request))
         if holding is not None:
             holding.release()
-        self.seen.append(validate(request))
         if self.refusal is not None:
             raise self.refusal
         if request.model not in ("", MODEL.name):

@@ -355,7 +355,8 @@ class Admission:
 
 
 class Holding:
-    """Reserved room for the bytes of a request's input. `release` is idempotent."""
+    """Reserved room for the bytes of a request's input. A `with` block releases it at its end;
+    `release` is idempotent."""
 
     __slots__ = ("_admission", "_size", "_tenant")
 
@@ -385,6 +386,12 @@ class Holding:
         """Returns an empty Holding of the same tenant, for a request whose bytes this one keeps
         holding."""
         return Holding(self._admission, self._tenant)
+
+    def __enter__(self) -> Holding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         size, self._size = self._size, 0

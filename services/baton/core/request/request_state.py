@@ -32,6 +32,7 @@ from baton.core.request.attempt import (
     PositionGap,
     TokenLog,
 )
+from baton.core.request.request import FinishReason
 from baton.core.routing.failures import Suspicion
 
 
@@ -129,6 +130,9 @@ class RequestState:
         self.prompt = first.token_ids
         self.stop = first.stop
         self.logs = tuple(TokenLog(choice) for choice in first.choices)
+        if not first.stop.max_tokens:
+            for log in self.logs:
+                log.finish_reason = FinishReason.LENGTH
         self.failure: BatonError | None = None
         self.num_attempts = 0
         self._first = first

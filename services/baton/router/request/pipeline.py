@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from baton.core.admission.admission import Holding
 from baton.core.admission.tenant_budgets import Refusal
@@ -18,7 +18,7 @@ from baton.core.admission.tenants import Tenant
 from baton.core.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.core.observe.request_record import RequestRecord
 from baton.core.request.model import ModelDescription
-from baton.core.request.request import Accepted, Delta, Event, Finished, FinishReason, Request
+from baton.core.request.request import Event, Request
 from baton.core.request.validation import validate
 from baton.core.routing.failures import RetryBudget
 from baton.router.config import RouterConfig
@@ -134,32 +134,10 @@ class EventStream(AsyncIterator[Event]):
         if not self._events:
             return False
         self._runner.coalescer.emitted()
-        if not self._began:
+        if not self._began and self._runner.state.started:
             self._began = True
             self._on_first_token()
         return True
-
-
-class EmptyStream(AsyncIterator[Event]):
-    """The events of a request that generates nothing: every choice has reached its length."""
-
-    cached_tokens: Final = 0
-
-    def __init__(self, accepted: Accepted, n: int) -> None:
-        ends = [Delta(choice, finish_reason=FinishReason.LENGTH) for choice in range(n)]
-        finished = Finished(accepted.prompt_tokens, 0, 0)
-        self._events: deque[Event] = deque((accepted, *ends, finished))
-
-    async def __anext__(self) -> Event:
-        if not self._events:
-            raise StopAsyncIteration
-        return self._events.popleft()
-
-    def call_off(self) -> None:
-        """Does nothing, because nothing runs."""
-
-    async def aclose(self) -> None:
-        self._events.clear()
 
 
 T = TypeVar("T")
@@ -263,9 +241,7 @@ class Pipeline:
             self.gate.fault(tenant)
             raise
 
-    async def open(
-        self, request: Request, holding: Holding | None = None
-    ) -> EventStream | EmptyStream:
+    async def open(self, request: Request, holding: Holding | None = None) -> EventStream:
         """Starts a request; returns when its first attempt has workers. Raises BatonError when the
         request is refused or fails earlier; it then holds nothing.
 
@@ -290,9 +266,6 @@ class Pipeline:
         except BaseException as failure:
             self._end(context, failure)
             raise
-        if made.runner is None:
-            self._end(context, None, model=made.accepted.model)
-            return EmptyStream(made.accepted, request.n)
         runner = made.runner
 
         def observe_first_token() -> None:
@@ -448,10 +421,9 @@ class Pipeline:
         context: RequestContext,
         error: BaseException | None,
         runner: RequestRunner | None = None,
-        model: str = "",
     ) -> None:
-        """Ends the request. model: the one that ran it, when there was no runner."""
-        stages, tenant = context.stages, context.request.tenant
+        """Ends the request. runner: None when it was never ready to run."""
+        stages, tenant, model = context.stages, context.request.tenant, ""
         logs = runner.state.logs if runner is not None else ()
         num_tokens = sum(map(len, logs))
         context.release(num_tokens, error)

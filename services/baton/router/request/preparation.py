@@ -138,8 +138,7 @@ SEED_BITS = 53
 class Prepared(NamedTuple):
     """A request that is ready to run."""
 
-    runner: RequestRunner | None
-    """Runs the request; None when there is nothing to generate."""
+    runner: RequestRunner
     accepted: Accepted
     parts: tuple[AnswerDeltas, ...] = ()
     """The splitter of each choice's deltas; empty: deltas are passed on unchanged."""
@@ -225,8 +224,6 @@ class Preparation:
                 stages.record.replay = Replay(
                     model, packed(prompt), request.n, sampling, stop, request.grammar
                 )
-        if not stop.max_tokens:
-            return Prepared(None, accepted)
         opening = OpenText(
             stop_strings=request.stop_strings,
             include_stop_string=request.include_stop_string,

@@ -57,8 +57,8 @@ class ChoiceOutput:
         self.texts: Texts
         """Set by the Texts that this output belongs to."""
         self.log = log
-        self.ended = False
-        """Whether all of its text has arrived."""
+        self.ended = log.ended
+        """Whether all of its text has arrived. A choice that has nothing to generate has none."""
         self.num_tokens = 0
         """Tokens whose text has arrived in full."""
         self.searched_tokens = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import aclosing
 from typing import TypeVar
 
 import grpc
@@ -94,25 +95,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         tenant = caller(context)
         # The message is in memory already; the reserved room is for its encoding.
-        holding = self._pipeline.receive(tenant, message.ByteSize())
-        try:
-            self._pipeline.turn_away(tenant, message.options.priority)
-            with self._pipeline.reading(tenant):
-                request = read(message, deadline_s(context))
-            trace = context_of(context.invocation_metadata() or ())
-            stream = await self._pipeline.open(request.of(tenant, trace), holding)
+        with self._pipeline.receive(tenant, message.ByteSize()) as holding:
             try:
-                async with WriteTimeout(self._stall_timeout_s) as stall:
+                self._pipeline.turn_away(tenant, message.options.priority)
+                with self._pipeline.reading(tenant):
+                    request = read(message, deadline_s(context))
+                trace = context_of(context.invocation_metadata() or ())
+                stream = await self._pipeline.open(request.of(tenant, trace), holding)
+                async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
                     async for event in stream:
                         response = new()
                         put_event(event, response.event, return_token_ids=request.return_token_ids)
                         await stall.watch(context.write(response))
-            finally:
-                await stream.aclose()
-        except BatonError as error:
-            raise in_client_words(error) from error
-        finally:
-            holding.release()
+            except BatonError as error:
+                raise in_client_words(error) from error
 
 
 _FIELDS = {

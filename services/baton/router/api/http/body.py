@@ -66,14 +66,10 @@ class Bodies:
         except (BatonError, HttpError):
             await self.discard(scope, receive)
             raise
-        try:
+        with holding:
             with self._pipeline.reading(tenant):
-                body = Body(
-                    await self._all(receive, holding, b"content-length" in headers), holding
-                )
-            yield body
-        finally:
-            holding.release()
+                raw = await self._all(receive, holding, b"content-length" in headers)
+            yield Body(raw, holding)
 
     async def discard(self, scope: Scope, receive: Receive) -> None:
         """Discards the body of a request that is refused. Raises ClientGone."""

@@ -25,11 +25,9 @@ from baton.router.api.http.body import Bodies, while_connected
 from baton.router.api.http.parse import GenerationCall, listed, most_urgent
 from baton.router.api.http.responses import Header, Json, encode, error_document, send_json
 from baton.router.api.translation import in_client_words
-from baton.router.request.pipeline import EmptyStream, EventStream, Pipeline, left
+from baton.router.request.pipeline import EventStream, Pipeline, left
 from baton.rpc.logs import named
 from baton.rpc.tracing import context_of
-
-Events = EventStream | EmptyStream
 
 KEEP_ALIVE_S = 10.0
 FAREWELL_S = 0.5
@@ -110,12 +108,12 @@ class Generation:
 
 
 async def _gathered(
-    call: GenerationCall, streams: Sequence[Events], answer: AnswerWriter
+    call: GenerationCall, streams: Sequence[EventStream], answer: AnswerWriter
 ) -> list[list[Delta]]:
     """Returns the whole output of every choice, by prompt. Parts are joined once, at the end."""
     parts: list[list[list[Delta]]] = [[[] for _ in range(call.n)] for _ in streams]
 
-    async def gather(prompt: int, stream: Events) -> None:
+    async def gather(prompt: int, stream: EventStream) -> None:
         async for event in stream:
             answer.count(prompt, event)
             if isinstance(event, Delta):
@@ -128,7 +126,11 @@ async def _gathered(
 
 
 async def _pump(
-    call: GenerationCall, prompt: int, stream: Events, answer: AnswerWriter, events: EventWriter
+    call: GenerationCall,
+    prompt: int,
+    stream: EventStream,
+    answer: AnswerWriter,
+    events: EventWriter,
 ) -> None:
     """Writes all chunks of one prompt."""
     await events.write(answer.with_usage(answer.opening(prompt)))
@@ -147,15 +149,15 @@ async def _pump(
 @asynccontextmanager
 async def _opened(
     pipeline: Pipeline, requests: Sequence[Request], holding: Holding
-) -> AsyncIterator[list[tuple[Accepted, Events]]]:
+) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
     """Opens all requests; yields their Accepted events and streams in order. If one fails, raises
     the first failure and opens none. Closes every stream on exit."""
-    found: dict[int, tuple[Accepted, Events]] = {}
+    found: dict[int, tuple[Accepted, EventStream]] = {}
     async with AsyncExitStack() as closing:
         # Each prompt releases its part when it is encoded; the rest is released here.
         parts = holding.divided(len(requests))
         for part in parts:
-            closing.callback(part.release)
+            closing.enter_context(part)
 
         async def open_one(position: int, request: Request) -> None:
             stream = await pipeline.open(request, parts[position])

@@ -8,7 +8,7 @@ import io
 import time
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -96,8 +96,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         tenant = caller(context)
         # The message is in memory already; the reserved room is for its encoding.
-        holding = self._pipeline.receive(tenant, request.ByteSize())
-        try:
+        with self._pipeline.receive(tenant, request.ByteSize()) as holding:
             self._pipeline.turn_away(tenant, 0)
             self._check_single()
             with self._pipeline.reading(tenant):
@@ -110,8 +109,6 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
                         await self._answer(call, holding, handle, context, stall)
                 except BatonError as error:
                     raise in_client_words(with_hint(error), call.names) from error
-        finally:
-            holding.release()
 
     async def _answer(
         self,
@@ -133,25 +130,24 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
             return
         # The number of choices is known to be valid only from here on.
         answer = EngineAnswer(call)
-        try:
+        async with aclosing(stream):
             handle.on_abort(stream.call_off)
-            async for event in stream:
-                if isinstance(event, Delta):
-                    await send(answer.delta(event, stream.cached_tokens))
-                elif isinstance(event, Accepted):
-                    answer.accepted(event)
-                    # Values without a field in the protocol, under the names of the HTTP headers.
-                    ids = (
-                        ("x-baton-request-id", event.request_id),
-                        ("x-baton-seed", str(event.seed)),
-                    )
-                    await context.send_initial_metadata(ids)
-        except Cancelled:
-            if not handle.aborted:
-                raise
-            await send(answer.aborted(stream.cached_tokens))
-        finally:
-            await stream.aclose()
+            try:
+                async for event in stream:
+                    if isinstance(event, Delta):
+                        await send(answer.delta(event, stream.cached_tokens))
+                    elif isinstance(event, Accepted):
+                        answer.accepted(event)
+                        # Values without a field in the protocol, under the names of HTTP headers.
+                        ids = (
+                            ("x-baton-request-id", event.request_id),
+                            ("x-baton-seed", str(event.seed)),
+                        )
+                        await context.send_initial_metadata(ids)
+            except Cancelled:
+                if not handle.aborted:
+                    raise
+                await send(answer.aborted(stream.cached_tokens))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if len(request.request_ids) > MAX_REQUEST_IDS:
