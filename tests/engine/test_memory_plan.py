@@ -29,10 +29,22 @@ PLAIN = {"weights": 10 * MIB, "activations": 2 * MIB, "position": 1024}
 
 
 def plan(
-    *, device: str = "cpu", model_len: int = 2048, free: int = 100 * MIB, **options: Any
+    *,
+    device: str = "cpu",
+    model_len: int = 2048,
+    free: int = 100 * MIB,
+    total_bytes: int | None = None,
+    **options: Any,
 ) -> MemoryPlan:
     config = EngineConfig("m", **{"kv_memory_bytes": 0, **options})
-    return plan_memory(config, device=device, model_len=model_len, free_bytes=free, **PLAIN)
+    return plan_memory(
+        config,
+        device=device,
+        model_len=model_len,
+        free_bytes=free,
+        total_bytes=total_bytes,
+        **PLAIN,
+    )
 
 
 def refused(**options: Any) -> InvalidArgument:
@@ -67,6 +79,17 @@ def test_the_pool_takes_what_is_left_and_not_more_than_is_needed(
         assert found.taken_bytes + found.block_bytes > int(free * share)
     assert found.left_bytes + found.taken_bytes == free
     assert found.sequences * found.sequence_bytes <= found.kv_bytes
+
+
+def test_workers_that_share_a_gpu_get_equal_parts_whichever_starts_first() -> None:
+    first = plan(device="cuda", total_bytes=100 * MIB, memory_share=0.4, max_batch=1000)
+    second = plan(
+        device="cuda", free=60 * MIB, total_bytes=100 * MIB, memory_share=0.4, max_batch=1000
+    )
+    assert first.num_blocks == second.num_blocks > 0
+    assert first.usable_bytes == second.usable_bytes == 40 * MIB
+    crowded = plan(device="cuda", free=30 * MIB, total_bytes=100 * MIB, memory_share=0.4)
+    assert crowded.usable_bytes == 30 * MIB, "no more than is free"
 
 
 def test_what_was_asked_for_is_taken_or_refused() -> None:

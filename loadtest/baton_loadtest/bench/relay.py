@@ -19,6 +19,7 @@ from baton.core.errors import BatonError
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.decode.config import DecodeConfig
 from baton.worker.engine import open_runner
+from baton.worker.hardware import settled
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
@@ -122,13 +123,15 @@ async def serve_alone() -> None:
     async def handle(command: dict[str, Any]) -> dict[str, Any]:
         if loops:
             return {"samples": _run_alone(loops[0], **command)}
-        options = DecodeConfig(model=command["model"], threads=1)
-        rules = SchedulerPolicy(
-            max_sequences=options.max_running,
-            token_budget=options.max_running + options.step_tokens,
-            prefill_budget=options.step_tokens,
-        )
-        loops.append(engines.engine_loop(open_runner(options), rules))
+        config = DecodeConfig(model=command["model"], device="cpu", threads=1)
+        with settled("decode", config) as chosen:
+            options = chosen.options
+            rules = SchedulerPolicy(
+                max_sequences=options.max_running,
+                token_budget=options.max_running + options.step_tokens,
+                prefill_budget=options.step_tokens,
+            )
+            loops.append(engines.engine_loop(open_runner(options), rules))
         return {}
 
     await answer(handle)

@@ -15,27 +15,27 @@ from baton.cli.models import OTHERS, WEIGHTS, may_be_hub_id
 from baton.cli.ports import HOST, free_ports, free_row
 from baton.cli.throwaway_ca import ThrowawayCa
 from baton.core.errors import InvalidArgument
-from baton.engine.config import MIB, EngineConfig
+from baton.engine.config import MIB
 from baton.engine.memory import host_free_bytes, size
+from baton.worker.hardware import CPU_SHARE, GPU_SHARE, usable_gpus
 
-GPU = Path("/dev/nvidia0")
 _FLOAT32_BYTES = 4
-_SHARE = EngineConfig("any").memory_share
 
 
-def memory_flags(folder: Path, engines: int) -> tuple[str, ...]:
-    """Returns the flags for the KV memory of each of `engines` processes that serve a model.
+def memory_flags(folder: Path, engines: int, num_gpus: int) -> tuple[str, ...]:
+    """Returns the flags for the memory of each of `engines` processes that serve a model.
 
-    The amount is fixed once for all of them, from the free memory before the first one starts, so
-    that a restarted worker has the same pool and the same longest sequence as before. On a GPU,
-    whose free memory only torch can read, each gets an equal share. Raises InvalidArgument if the
-    weights alone do not fit.
+    On GPUs, which the processes take evenly, those that share one get equal parts of it. On CPUs
+    the amount is fixed once for all of them, from the free memory before the first one starts, so
+    that a restarted worker has the same pool and the same longest sequence as before. Raises
+    InvalidArgument if the weights alone do not fit.
     """
-    if GPU.exists():
-        return ("--memory-share", f"{_SHARE / engines:.3f}")
+    if num_gpus:
+        on_one = -(-engines // num_gpus)
+        return () if on_one == 1 else ("--memory-share", f"{GPU_SHARE / on_one:.3f}")
     free = host_free_bytes()
     weights = _FLOAT32_BYTES * num_weights(folder)
-    kv = int(free * _SHARE) // engines - weights
+    kv = int(free * CPU_SHARE) // engines - weights
     if kv < MIB:
         raise InvalidArgument(
             f"{engines} engine processes take {size(engines * weights)} for weights in float32, "
@@ -94,6 +94,8 @@ class UpOptions:
     exact: bool = True
     dtype: str = "auto"
     quantize: str = "none"
+    device: str = "auto"
+    """The workers' option."""
     threads: int = 0
     runner: str = "torch"
     """fake: prefill and decode workers are those of `baton.testing.worker`."""
@@ -187,7 +189,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
     memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
     if not options.kv_memory_mib and options.runner == "torch":
-        memory = memory_flags(model, engines)
+        memory = memory_flags(model, engines, len(usable_gpus(options.device)))
     ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
@@ -208,7 +210,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *served,
         *("--threads", str(threads), "--transport", options.transport),
         *("--exact", str(options.exact).lower()),
-        *("--dtype", options.dtype, "--quantize", options.quantize),
+        *("--dtype", options.dtype, "--quantize", options.quantize, "--device", options.device),
         *memory,
         *options.engine_flags,
     )

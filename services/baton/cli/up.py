@@ -159,6 +159,11 @@ def add_parser(subparsers: Any) -> None:
         help="weights of linear layers as 8-bit integers (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--device", default=defaults.device, metavar="NAME",
+        help="where prefill and decode compute: auto, cpu, cuda, cuda:N, GPU-UUID, MIG-UUID "
+        "(default auto: GPUs where there are some, evenly)",
+    )  # fmt: skip
+    parser.add_argument(
         "--threads", type=int, default=0, metavar="N",
         help="torch threads of an engine process (default: cores shared out)",
     )  # fmt: skip

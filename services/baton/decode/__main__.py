@@ -17,6 +17,7 @@ from baton.transfer.receiver import KvReceiver
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import decode_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
+from baton.worker.options import WorkerOptions
 from baton.worker.process import WorkerParts, run_worker
 
 
@@ -29,13 +30,15 @@ def serve(
 ) -> int:
     """Runs the worker until it is stopped. Returns the exit code. For the parameters see
     `run_worker`."""
-    policy = SchedulerPolicy(
-        max_sequences=config.max_running,
-        token_budget=config.max_running + config.step_tokens,
-        prefill_budget=config.step_tokens,
-        target_step_s=config.inter_token_ms / 1000,
-        limit=config.queue_limit,
-    )
+
+    def policy(settled: WorkerOptions) -> SchedulerPolicy:
+        return SchedulerPolicy(
+            max_sequences=settled.max_running,
+            token_budget=settled.max_running + settled.step_tokens,
+            prefill_budget=settled.step_tokens,
+            target_step_s=config.inter_token_ms / 1000,
+            limit=settled.queue_limit,
+        )
 
     def service(parts: WorkerParts) -> tuple[DecodeService, Service]:
         receiver = KvReceiver(

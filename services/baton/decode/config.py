@@ -12,9 +12,6 @@ from baton.worker.options import WorkerOptions
 class DecodeConfig(WorkerOptions):
     """One decode worker."""
 
-    step_tokens: int = option(
-        256, "most tokens of a step, local prefill chunks included", unit="tokens", minimum=1
-    )
     inter_token_ms: float = option(
         0.0,
         "longest time between two tokens that admission and prefill chunks aim at; 0: none",

@@ -54,7 +54,8 @@ class EngineConfig:
     kv_memory_bytes: int = 512 * MIB
     """0 is what weights and activations leave of `memory_share`."""
     memory_share: float = 0.8
-    """Of the memory that is free at start."""
+    """Of the memory that is free at start; on a GPU of all its memory, so that workers that share
+    one get equal parts whichever starts first, and the same ones after a restart."""
     max_model_len: int = 0
     """Positions; 0 is the model's, or as many as the pool holds."""
     exact: bool | None = None

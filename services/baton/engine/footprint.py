@@ -149,9 +149,10 @@ def foresee(config: EngineConfig, free: int | None = None) -> ForeseenModel:
     """
     model = outline(config)
     shape = probe_attention(model, config.kv_wire_dtype)
+    total = None
     if free is None:
-        free = free_bytes(model.device)
-    return ForeseenModel(model, shape, size_pool(config, model, shape, free=free))
+        free, total = free_bytes(model.device), total_bytes(model.device)
+    return ForeseenModel(model, shape, size_pool(config, model, shape, free=free, total=total))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -163,17 +164,24 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """A GPU's memory; None for the host's, of which others take what they like."""
+    return None if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+
+
 def size_pool(
     config: EngineConfig,
     model: LoadedModel,
     shape: AttentionShape,
     *,
     free: int,
+    total: int | None = None,
     peak: Callable[[], int] | None = None,
 ) -> MemoryPlan:
     """The plan for a wired model whose linear layers are not packed yet.
 
-    free: `free_bytes` before loading. peak: of a loaded model, runs the largest step and returns
+    free: `free_bytes` before loading. total: `total_bytes`, None where the share is of what is
+    free. peak: of a loaded model, runs the largest step and returns
     the bytes that it took at most. It counts on a GPU, whose libraries take memory that no shape
     tells of; a CPU's weights may still be file cache, so there the sum from shapes counts.
     """
@@ -188,6 +196,7 @@ def size_pool(
         device=model.device.type,
         model_len=model.description.max_model_len,
         free_bytes=free,
+        total_bytes=total,
         weights=weights,
         activations=activations,
         position=_position_bytes(config, model, shape),

@@ -119,6 +119,7 @@ def plan_memory(
     device: str,
     model_len: int,
     free_bytes: int,
+    total_bytes: int | None = None,
     weights: int,
     activations: int,
     position: int,
@@ -126,9 +127,10 @@ def plan_memory(
     """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
 
     device: "cpu" or "cuda". model_len: positions of the longest sequence, the configured or else
-    the model's own. Bytes: free_bytes on the device, before the weights are loaded; weights as the
-    engine keeps them; activations of the largest step while it runs; position is KV of one position
-    in the pool. The pool is never larger than max_batch sequences of model_len need, unless
+    the model's own. Bytes: free_bytes on the device, before the weights are loaded; total_bytes of
+    the device, None where memory_share is of what is free; weights as the engine keeps them;
+    activations of the largest step while it runs; position is KV of one position in the pool. The
+    pool is never larger than max_batch sequences of model_len need, unless
     num_blocks says so.
 
     Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
@@ -139,7 +141,7 @@ def plan_memory(
     plan = MemoryPlan(
         device=device,
         free_bytes=free_bytes,
-        usable_bytes=int(free_bytes * config.memory_share),
+        usable_bytes=min(free_bytes, int((total_bytes or free_bytes) * config.memory_share)),
         weights_bytes=weights,
         activation_bytes=activations,
         block_size=config.block_size,

@@ -20,9 +20,9 @@ from baton.engine import selfcheck
 from baton.engine.attention.backends import open_backend
 from baton.engine.attention.interface import Backend, ForwardPass
 from baton.engine.config import EngineConfig
-from baton.engine.device import choose_device, pin
+from baton.engine.device import choose_device
 from baton.engine.exact import NotExact, confine, cuts
-from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool
+from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
 from baton.engine.kv.cache import KvMemory, is_lossless
 from baton.engine.kv.extents import Moved, check_plan
@@ -70,7 +70,7 @@ class TorchRunner:
         self.num_swap_blocks = swap_memory.num_blocks
         on_gpu = self.memory.device.type == "cuda"
         self.depth = 2 if on_gpu else 1
-        self.copies_beside_steps = True
+        self.copies_beside_steps = not on_gpu
         self.not_exact_because = "exact mode is off"
         """Why a row's logits are not bit-equal whatever else is in the batch, however it is cut,
         and wherever its KV came from; "" when they are."""
@@ -113,7 +113,12 @@ class TorchRunner:
         wire(loaded.network)
         shape = probe_attention(loaded, config.kv_wire_dtype)
         memory = size_pool(
-            config, loaded, shape, free=free, peak=lambda: _peak(config, loaded, shape)
+            config,
+            loaded,
+            shape,
+            free=free,
+            total=total_bytes(loaded.device),
+            peak=lambda: _peak(config, loaded, shape),
         )
         log.info("memory: %s", "; ".join(f"{name} {text}" for name, text in memory.lines()))
         model = replace(loaded.description, max_model_len=memory.max_model_len)
@@ -152,9 +157,6 @@ class TorchRunner:
             raise Internal("no step was submitted")
         step, moved = self._running.popleft()
         return moved.applied_to(step.result())
-
-    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
-        return pin(address, num_bytes) if self.memory.device.type == "cuda" else lambda: None
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from baton.core.scheduler.policy import PREFILL, first_come
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy, first_come
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
@@ -14,6 +14,7 @@ from baton.rpc.server import Service
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
+from baton.worker.options import WorkerOptions
 from baton.worker.process import WorkerParts, run_worker
 
 BATCH_WINDOW_S = 0.002
@@ -32,14 +33,16 @@ def serve(
 ) -> int:
     """Runs the worker until it is stopped. Returns the exit code. For the parameters see
     `run_worker`."""
-    policy = replace(
-        PREFILL,
-        token_budget=config.step_tokens,
-        batch_window_s=BATCH_WINDOW_S,
-        limit=config.queue_limit,
-        order=first_come if config.order == "fcfs" else PREFILL.order,
-        quantum=TURN_TOKENS,
-    )
+
+    def policy(settled: WorkerOptions) -> SchedulerPolicy:
+        return replace(
+            PREFILL,
+            token_budget=settled.step_tokens,
+            batch_window_s=BATCH_WINDOW_S,
+            limit=settled.queue_limit,
+            order=first_come if config.order == "fcfs" else PREFILL.order,
+            quantum=TURN_TOKENS,
+        )
 
     def service(parts: WorkerParts) -> tuple[PrefillService, Service]:
         made = PrefillService(

@@ -31,7 +31,6 @@ from baton.rpc.tracing import (
     SERVICE_NAME,
     Kind,
     Span,
-    Tracer,
     Value,
     now,
 )
@@ -97,7 +96,7 @@ class _Process(Resource):
         return self is other
 
 
-class OtelTracer(Tracer):
+class OtelTracer:
     """The recording implementation of `Tracer`."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -123,6 +122,18 @@ class OtelTracer(Tracer):
             at,
         )
 
+    def go_on(
+        self,
+        name: str,
+        attributes: Mapping[str, Value] = NOTHING,
+        *,
+        parent: TraceContext,
+        at: float | None = None,
+    ) -> Span:
+        if not parent.trace_id:
+            return NO_SPAN
+        return self.begin(name, attributes, parent=parent, at=at)
+
     def close(self) -> None:
         self._provider.shutdown()
 
@@ -141,7 +152,7 @@ class _Sending(BatchSpanProcessor):
             closing.join(GIVE_UP_S)
 
 
-class OtelSpan(Span):
+class OtelSpan:
     """The recording implementation of `Span`. epoch_ns: the wall-clock time at which `now` is 0, in
     ns. A span's children share it, so that their times stay consistent when the wall clock is
     changed."""

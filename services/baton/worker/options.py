@@ -24,7 +24,12 @@ class WorkerOptions(ServingOptions):
         "to it): tokens after a hand-over may then differ, in exact mode too",
         choices=("auto", *DTYPE_BYTES),
     )
-    device: str = option("auto", "where steps run", choices=("auto", "cpu", "cuda"))
+    device: str = option(
+        "auto",
+        "where steps run: cpu; cuda, a GPU; cuda:N, the N-th that CUDA_VISIBLE_DEVICES allows; "
+        "GPU-UUID or MIG-UUID; auto: a GPU where there is one. Of several, workers of one machine "
+        "take the one that the fewest of them use",
+    )
     threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)
     tensor_parallel: int = option(
         1,
@@ -41,18 +46,22 @@ class WorkerOptions(ServingOptions):
     max_model_len: int = option(
         0, "longest sequence; 0: the model's, or what the pool holds", unit="tokens", minimum=0
     )
-    step_tokens: int = option(512, "most prompt tokens of a step", unit="tokens", minimum=1)
+    step_tokens: int = option(
+        0, "most prompt tokens of a step; 0: by device and model", unit="tokens", minimum=0
+    )
     max_running: int = option(
-        64, "sequences at once; the pool takes no more memory than they need",
-        minimum=1, maximum=4096,
+        0, "sequences at once, the pool takes no more memory than they need; 0: by device",
+        minimum=0, maximum=4096,
     )  # fmt: skip
     block_size: int = option(16, "positions of a block", unit="tokens", minimum=1, maximum=1024)
     kv_memory_mib: int = option(
         0, "memory for KV; 0: what memory_share has left", unit="MiB", minimum=0
     )
     memory_share: float = option(
-        0.8, "of the memory free at start, what weights, activations and KV may take together",
-        minimum=0.01, maximum=1.0,
+        0.0,
+        "of a GPU's memory, or of the host memory that is free at start, what weights, activations "
+        "and KV may take together; 0: by device",
+        minimum=0.0, maximum=1.0,
     )  # fmt: skip
     swap_host_mib: int = option(
         256, "host memory for KV of preempted sequences", unit="MiB", minimum=0

@@ -34,9 +34,11 @@ from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.ranks.runner import RankedRunner
+from baton.engine.ranks.shared import MemoryFile, Region
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.grammar.compiler import load_vocabulary
+from baton.rpc import config as configuration
 from baton.rpc import metrics
 from baton.rpc.address import is_loopback, join, split
 from baton.rpc.channels import Channels
@@ -48,12 +50,13 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import NO_FAULTS, Faults
+from baton.transfer.staging import NO_FAULTS, Faults, StagingPool
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from baton.worker.engine import OpenRunner, open_runner
+from baton.worker.hardware import Settled, settled
 from baton.worker.options import WorkerOptions
 from baton.worker.report import WorkerReport, count_step, describe, export_handovers
 from baton.worker.self_test import KvSelfTest
@@ -94,6 +97,12 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
             field="kv_network",
         )
     return KvNetwork.LOCAL
+
+
+def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
+    """Shares the staging buffers with a worker's ranks, which pack and unpack KV in place."""
+    if isinstance(runner, RankedRunner):
+        runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 
 
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
@@ -141,22 +150,37 @@ MakeService = Callable[[WorkerParts], tuple[AttemptService[Any], Service]]
 async def run_worker(
     role: str,
     options: WorkerOptions,
-    policy: SchedulerPolicy,
+    make_policy: Callable[[WorkerOptions], SchedulerPolicy],
     make_service: MakeService,
     open_runner: OpenRunner = open_runner,
     faults: Faults = NO_FAULTS,
 ) -> int:
     """Runs the worker until it is stopped. Returns the exit code.
 
-    policy: the scheduler's. open_runner, faults: replaced by tests and experiments, see
-    `baton.testing.worker`.
+    make_policy: the scheduler's, of options without open choices. open_runner, faults: replaced by
+    tests and experiments, see `baton.testing.worker`.
     """
+    with settled(role, options) as chosen:
+        policy = make_policy(chosen.options)
+        return await _run_settled(role, chosen, policy, make_service, open_runner, faults)
+
+
+async def _run_settled(
+    role: str,
+    chosen: Settled,
+    policy: SchedulerPolicy,
+    make_service: MakeService,
+    open_runner: OpenRunner,
+    faults: Faults,
+) -> int:
     side = "sender" if role == "prefill" else "receiver"
-    options = replace(options, listen=_settled(options.listen))
+    options = replace(chosen.options, listen=_with_port(chosen.options.listen))
     address = _advertised(options)
     ucx = ucx_of(options)
     instance_id = new_instance_id()
     setup(role, options.log_level, options.log_json, instance_id=instance_id)
+    log.info("%s", chosen.why)
+    log.info("configuration: %s", configuration.describe(options))
     service: AttemptService[Any] | None = None
     made: list[EngineLoop] = []
     # The engine thread appends and this thread removes; nothing else of the pool is shared.
@@ -203,8 +227,7 @@ async def run_worker(
             faults=faults,
         )
         ends.push_async_callback(staging.close)
-        ring = staging.ring
-        ends.callback(runner.share(ring.fd, ring.base_address, ring.num_bytes))
+        share_ring(runner, staging.ring)
         identity = WorkerIdentity(role, instance_id, address)
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
@@ -278,7 +301,7 @@ async def run_worker(
     return code
 
 
-def _settled(listen: str) -> str:
+def _with_port(listen: str) -> str:
     """The address with a free port in place of port 0: peers need it before the server exists."""
     host, port = split(listen, "listen")
     if port:

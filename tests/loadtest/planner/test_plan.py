@@ -15,6 +15,7 @@ from baton.cli.main import main
 from baton.core.errors import InvalidArgument
 from baton.engine.config import MIB, EngineConfig
 from baton.engine.footprint import foresee
+from baton.engine.gpus import Gpu
 from tests.loadtest.planner.model_configs import LLAMA_8B
 
 
@@ -102,10 +103,8 @@ def shared_out(**options: Any) -> list[tuple[str, ...]]:
     return found
 
 
-def test_engines_on_one_machine_share_its_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(layout, "GPU", tmp_path / "none")
+def test_engines_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "usable_gpus", lambda device: [])
     monkeypatch.setattr(layout, "host_free_bytes", lambda: 1000 * MIB)
     bundled, _ = resolve_model("")
     weights = 4 * layout.num_weights(bundled)
@@ -119,8 +118,10 @@ def test_engines_on_one_machine_share_its_memory(
     with pytest.raises(InvalidArgument) as caught:
         shared_out(decode=2)
     assert caught.value.field == "model" and "3 engine processes" in caught.value.message
-    monkeypatch.setattr(layout, "GPU", tmp_path)
-    assert shared_out(decode=3) == [("--memory-share", "0.200")] * 4
+    gpus = [Gpu(i, f"GPU-{i}", "L4", 24 << 30, 23 << 30) for i in range(2)]
+    monkeypatch.setattr(layout, "usable_gpus", lambda device: gpus)
+    assert shared_out(decode=1) == [()] * 2, "each has a GPU of its own, and its default"
+    assert shared_out(decode=2) == [("--memory-share", "0.450")] * 3
 
 
 def header_bytes(folder: Path) -> int:

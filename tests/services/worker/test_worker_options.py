@@ -19,7 +19,7 @@ from baton.testing.worker import DisturbedDecodeConfig, DisturbedPrefillConfig, 
 from baton.worker.engine import engine_config, open_runner
 from baton.worker.options import WorkerOptions
 
-OPTIONS = WorkerOptions(model="m")
+OPTIONS = WorkerOptions(model="m", step_tokens=256, max_running=64, memory_share=0.8)
 CHANGES: dict[str, tuple[Any, str, Any]] = {
     "model_name": ("n", "model_name", "n"),
     "dtype": ("float16", "dtype", "float16"),
@@ -48,7 +48,7 @@ def test_an_option_reaches_the_engine(option: str) -> None:
 
 
 def test_a_step_has_room_for_prompts_and_running_sequences() -> None:
-    config = DecodeConfig(model="m", step_tokens=100, max_running=8)
+    config = DecodeConfig(model="m", step_tokens=100, max_running=8, memory_share=0.8)
     assert engine_config(config).max_step_tokens == 108
 
 
@@ -75,7 +75,7 @@ def test_every_field_of_the_engine_can_be_chosen() -> None:
 )
 def test_refusals_name_options(changes: dict[str, Any], field: str, fresh_torch: None) -> None:
     bundled: Path = resolve_model("")[0]
-    options = WorkerOptions(**{"model": str(bundled), "device": "cpu", **changes})
+    options = replace(OPTIONS, **{"model": str(bundled), "device": "cpu", **changes})
     with pytest.raises(InvalidArgument) as caught:
         open_runner(options)
     assert caught.value.field == field

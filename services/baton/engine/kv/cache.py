@@ -20,7 +20,6 @@ from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
 from baton.engine.config import TILE
-from baton.engine.device import settle
 from baton.engine.kv.extents import check_extents, spans
 
 DTYPES = {
@@ -342,14 +341,14 @@ class BlockCache(KvMemory):
 
     def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
-            wire.copy_(self.gather(extents, first, count), non_blocking=wire.is_pinned())
-            settle(self.device)
+            wire.copy_(self.gather(extents, first, count))
 
     def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
             there = wire.to(self.device, non_blocking=wire.is_pinned())
             self.scatter(extents, first, count, there)
-            settle(self.device)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _apart(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
