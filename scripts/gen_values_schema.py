@@ -42,8 +42,8 @@ OWNED = frozenset(
         *("allow_anonymous", "keys", "tls_cert", "tls_key", "tls_ca", "peer_token"),
         "tls_terminated",
         *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
-        *("tokenizers", "prefills", "decodes", "detokenizers", "routers", "replicas"),
-        *("kubernetes_config", "model", "model_name", "vllm_tokenizer"),
+        *("tokenizers", "prefills", "decodes", "detokenizers", "routers"),
+        *("model", "model_name", "vllm_tokenizer"),
     )
 )
 """Options that the chart sets from other values, or that have no use in a pod."""

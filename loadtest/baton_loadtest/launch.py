@@ -136,7 +136,8 @@ class RunningBaton:
     async def metrics(self, name: str = "router-0") -> dict[str, float]:
         """Returns the metrics of one process. Raises OSError if it does not answer."""
         spec = next(spec for spec in self.layout.processes if spec.name == name)
-        return await asyncio.to_thread(scrape, self.layout.metrics_url(spec))
+        url, token = self.layout.metrics_url(spec), self.layout.peer_token
+        return await asyncio.to_thread(scrape, url, key=token)
 
 
 @asynccontextmanager

@@ -67,7 +67,7 @@ def serving(frontend: Scripted, authenticator: Authenticator) -> Iterator[str]:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(PATIENCE_S)
 
     pages = playground_routes()
-    http_access = HttpAccess(authenticator, open_metrics=False, pages=[page.path for page in pages])
+    http_access = HttpAccess(authenticator, pages=[page.path for page in pages])
     app = http_app(frontend, CollectorRegistry(), http_access, pages)
     try:
         server = on_loop(serve_http(app, "127.0.0.1:0"))

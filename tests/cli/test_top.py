@@ -80,7 +80,7 @@ async def test_an_operators_key_reads_a_routers_metrics(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     labels = ("router", "1")
     forget = gauge(PROCESS, lambda: {labels: 1}, registry)
-    app = http_app(Scripted(), registry, HttpAccess(kept.authenticator(), open_metrics=False))
+    app = http_app(Scripted(), registry, HttpAccess(kept.authenticator()))
     server = await serve_http(app, "127.0.0.1:0")
     url = f"http://{server.address}/metrics"
     try:

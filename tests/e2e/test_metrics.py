@@ -48,10 +48,10 @@ MUST_HAVE = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What each role tells after some work, with vLLM's names off: promtool takes no colons."""
+    """What each role tells after some work, without vLLM's names: promtool takes no colons."""
     folder = tmp_path_factory.mktemp("relay")
     flags = ("--runner", "fake", "--transport", "loopback")
-    running = Relay(folder, *flags, environment={"BATON_VLLM_ALIASES": "false"})
+    running = Relay(folder, *flags)
     try:
         for path, prompt in (
             ("completions", {"prompt": "word " * 300}),
@@ -64,7 +64,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         (decode,) = running.processes("decode")
         eventually(lambda: running.metric(decode, "baton_attempts") == 0, 30, "all has ended")
         urls = {process["role"]: process["metrics"] for process in running.processes()}
-        yield {role: text_of(url) for role, url in urls.items()}
+        yield {role: own(text_of(url)) for role, url in urls.items()}
         # The command of docs/monitoring.md reads the same pages.
         assert total(scrape(urls["router"]), "baton_requests_total", 'outcome="finished"') == 3
     finally:
@@ -84,6 +84,12 @@ def post(running: Relay, path: str, body: dict[str, object]) -> int:
     except urllib.error.HTTPError as error:
         error.close()
         return error.code
+
+
+def own(text: str) -> str:
+    """The metrics that have Baton's or OpenTelemetry's names."""
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if "vllm:" not in line.partition("{")[0])
 
 
 def text_of(url: str) -> str:

@@ -93,7 +93,7 @@ async def serving(
     keyed: bool = False,
 ) -> AsyncIterator[HttpServer]:
     """A server on a free port of 127.0.0.1. keyed: with `TenantAuthenticator`, else open to all."""
-    access = HttpAccess(TenantAuthenticator() if keyed else OpenAuthenticator(), open_metrics=False)
+    access = HttpAccess(TenantAuthenticator() if keyed else OpenAuthenticator())
     app = http_app(frontend, CollectorRegistry(), access)
     server = await serve_http(
         app, "127.0.0.1:0", limits=limits or HttpLimits(), certificates=certificates

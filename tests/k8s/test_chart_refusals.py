@@ -37,7 +37,7 @@ SCHEMA: Sequence[tuple[str, str]] = [
     ("prefill.config.slots=1", "/prefill/config/slots"),
     ("decode.config.memory_share=2", "/decode/config/memory_share"),
     ("router.config.max_attempts=0", "/router/config/max_attempts"),
-    ("router.config.reflection=maybe", "/router/config/reflection"),
+    ("router.config.playground=maybe", "/router/config/playground"),
     ("tokenizer.config.max_render_ms=fast", "/tokenizer/config/max_render_ms"),
     ("config.log_level=loud", "log_level"),
     ("decode.resources.limits.memory=lots", "/decode/resources/limits/memory"),
@@ -94,10 +94,6 @@ SENTENCES: Sequence[tuple[str, str]] = [
     (
         "router.autoscaling.enabled=true,router.autoscaling.targetCPU=0",
         "router.autoscaling.enabled needs something to scale by",
-    ),
-    (
-        "decode.autoscaling.enabled=true,decode.config.vllm_aliases=false",
-        "decode.autoscaling.targetKvUse needs a metric",
     ),
     ("tls.internal.certManager.enabled=true", "tls.internal.certManager.enabled"),
     (

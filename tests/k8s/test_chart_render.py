@@ -139,10 +139,10 @@ def test_a_longer_drain_gets_more_time() -> None:
 
 
 def test_numbers_stay_numbers() -> None:
-    sets = ("tokenizer.config.max_input_bytes=2097152", "tokenizer.config.reflection=false")
+    sets = ("tokenizer.config.max_input_bytes=2097152", "tokenizer.config.log_json=false")
     said = environment(pods(render(CPU, sets=sets))["tokenizer"])
     assert said["BATON_MAX_INPUT_BYTES"] == "2097152"
-    assert said["BATON_REFLECTION"] == "false"
+    assert said["BATON_LOG_JSON"] == "false"
 
 
 def test_an_autoscaler_owns_the_number_of_pods() -> None:

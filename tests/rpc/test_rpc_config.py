@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,6 +26,8 @@ class Base:
 @dataclass(frozen=True, slots=True)
 class Config(Base):
     """A process for tests. More is not printed."""
+
+    REMOVED: ClassVar = frozenset(("order", "fast"))
 
     slots: int = option(16, "number of slots", minimum=2, maximum=2**20)
     wait_ms: float = option(2.5, "longest wait", unit="ms", minimum=0.0)
@@ -139,6 +142,39 @@ def test_what_is_wrong_is_one_clear_line(
     assert printed.err.startswith("test: error: ") and printed.err.count("\n") == 1
     for word in words:
         assert word in printed.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "file", "source"),
+    [
+        (["--order", "fcfs"], {}, "", "--order"),
+        (["--fast"], {}, "", "--fast"),
+        (["--no-fast"], {}, "", "--fast"),
+        ([], {"BATON_ORDER": "fcfs"}, "", "BATON_ORDER"),
+        ([], {}, 'order = "fcfs"', "c.toml"),
+    ],
+)
+def test_a_former_option_is_ignored_with_a_warning(
+    argv: list[str],
+    environ: dict[str, str],
+    file: str,
+    source: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if file:
+        (tmp_path / "c.toml").write_text(file)
+        argv = ["--config", str(tmp_path / "c.toml")]
+    assert read(argv, environ) == Config(model="m")
+    warning = capsys.readouterr().err
+    assert warning.startswith("test: warning: ") and warning.count("\n") == 1
+    assert source in warning and "docs/upgrading.md" in warning
+
+
+def test_help_does_not_show_a_former_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(Config, ["--help"], {}, prog="test")
+    assert "order" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [[], ["--model", ""]])

@@ -23,6 +23,11 @@ def test_defaults_are_allowed_and_explained(config: type) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
+def test_a_former_option_is_none_any_more(config: type) -> None:
+    assert not config.REMOVED & options_of(config).keys()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_process_needs_no_more_than_what_is_required(config: type) -> None:
     required = [name for name, option in options_of(config).items() if option.required]
     environ = {f"BATON_{name.upper()}": "x" for name in required}

@@ -82,7 +82,7 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         routers=2,
         router_flags=(
             *("--max-queue-s", str(args.queue_s)),
-            *("--keys", str(keys), "--metrics-open", "true"),
+            *("--keys", str(keys)),
         ),
     )
     async with fleet(options, pin=True) as running:

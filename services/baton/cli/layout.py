@@ -242,13 +242,17 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
     http_port = options.http_port or free_row(options.routers)
     grpc_port = options.grpc_port or free_row(options.routers)
+    if options.routers > 1:
+        routers = (f"{HOST}:{grpc_port + index}" for index in range(options.routers))
+        lists += ["--routers", ",".join(routers)]
     for index in range(options.routers):
         http = f"{HOST}:{http_port + index}"
         grpc = f"{HOST}:{grpc_port + index}"
         listen = ("--http-listen", http, "--grpc-listen", grpc)
-        more = ("--replicas", str(options.routers), *options.router_flags)
         tls = ca.flags("router") if ca else ()
-        command = _command(("baton.router",), options.other_cpus, *listen, *lists, *tls, *more)
+        command = _command(
+            ("baton.router",), options.other_cpus, *listen, *lists, *tls, *options.router_flags
+        )
         processes.append(ProcessSpec("router", index, command, grpc, http))
     return Layout(
         tuple(processes),

@@ -62,7 +62,6 @@ async def serve(options: DetokenizerConfig) -> int:
             ),
             worker_service(describe, load),
         ],
-        reflection=options.reflection,
         probes=probes,
         certificates=options.certificates(),
         token=options.peer_token,

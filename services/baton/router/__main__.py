@@ -55,11 +55,8 @@ async def serve(config: RouterConfig) -> int:
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
     await probes.open()
     probes.startup.enter("discovery")
-    discovery = await discovery_of(
-        config.places,
-        kubernetes_config=config.kubernetes_config,
-    )
-    replicas = Replicas(discovery if config.routers else None, config.replicas)
+    discovery = await discovery_of(config.places)
+    replicas = Replicas(discovery if config.routers else None)
     for warning in exposure_warnings(
         config.faces,
         keys=bool(config.keys),
@@ -72,7 +69,7 @@ async def serve(config: RouterConfig) -> int:
     certificates = config.public_certificates()
     channels = Channels(config.certificates(), token=config.peer_token)
     fleet = Fleet(discovery, channels, identity)
-    metrics = RouterMetrics(gen_ai=config.gen_ai_metrics, vllm=config.vllm_aliases)
+    metrics = RouterMetrics()
     tracer = config.tracer("router", identity.instance_id)
     usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
@@ -82,7 +79,6 @@ async def serve(config: RouterConfig) -> int:
     server = ProcessServer(
         listen=config.grpc_listen,
         services=services,
-        reflection=config.reflection,
         probes=probes,
         public=True,
         certificates=certificates,
@@ -90,7 +86,6 @@ async def serve(config: RouterConfig) -> int:
         limits=PublicLimits(
             max_connections=config.max_connections,
             max_age_s=config.connection_max_age_s,
-            handshake_s=config.head_timeout_s,
             # A gateway uses one connection for all its users; at a small limit, calls that wait for
             # others would delay its aborts.
             streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
@@ -102,15 +97,12 @@ async def serve(config: RouterConfig) -> int:
         limits = HttpLimits(
             max_connections=config.max_connections,
             max_per_address=config.max_connections_per_address,
-            head_timeout_s=config.head_timeout_s,
-            body_timeout_s=config.body_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
             max_age_s=config.connection_max_age_s,
         )
         pages = playground_routes() if config.playground else []
         http_access = HttpAccess(
             authenticator,
-            open_metrics=config.metrics_open,
             pages=[page.path for page in pages],
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),

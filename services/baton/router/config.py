@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from baton.core.errors import InvalidArgument
 from baton.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
@@ -25,6 +26,14 @@ SLOW_START_S = 10.0
 class RouterConfig(ProcessOptions):
     """One router."""
 
+    REMOVED: ClassVar = frozenset(
+        (
+            *("metrics_open", "replicas", "kubernetes_config", "retry_share", "retry_burst"),
+            *("max_queued", "head_timeout_s", "body_timeout_s", "max_unconfirmed"),
+            *("request_history", "vllm_aliases", "gen_ai_metrics", "reflection"),
+        )
+    )
+
     grpc_listen: str = option(
         "127.0.0.1:0", "where gRPC listens; port 0: a free one", unit="host:port"
     )
@@ -45,7 +54,6 @@ class RouterConfig(ProcessOptions):
         "names under which HTTP answers without keys, besides this machine's own and, where other "
         "machines reach it, any address; *.name: all below it; *: every name",
     )
-    metrics_open: bool = option(False, "answer /metrics without an operator's key")
     public_tls_cert: str = option(
         "", "PEM file: the certificate and chain that clients are shown", unit="file"
     )
@@ -61,10 +69,6 @@ class RouterConfig(ProcessOptions):
     decodes: tuple[str, ...] = option((), "decode workers, likewise")
     detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
     routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
-    replicas: int = option(1, "how many routers there are, when `routers` does not say", minimum=1)
-    kubernetes_config: str = option(
-        "", "kubeconfig for k8s:///; empty: the pod's service account, else the usual file"
-    )
     model: str = option("", "name of the model served; empty: whatever the workers serve")
     tool_format: str = option(
         AUTO,
@@ -98,13 +102,6 @@ class RouterConfig(ProcessOptions):
     max_attempts: int = option(
         3, "attempts in a row that may fail without progress", minimum=1, maximum=100
     )
-    retry_share: float = option(
-        0.1,
-        "retries per request started, of requests that have no token yet and were lost by a worker",
-        minimum=0.0,
-        maximum=1.0,
-    )
-    retry_burst: int = option(100, "most of these retries at once", minimum=1)
     request_timeout_s: float = option(
         600.0, "time a request has when it names none", unit="s", minimum=0.1
     )
@@ -125,7 +122,6 @@ class RouterConfig(ProcessOptions):
         unit="s",
         minimum=0.01,
     )
-    max_queued: int = option(1024, "requests that may wait for their turn", minimum=1)
     stall_timeout_s: float = option(
         30.0, "a client that takes nothing for so long is cut", unit="s", minimum=0.1
     )
@@ -136,20 +132,7 @@ class RouterConfig(ProcessOptions):
     connection_max_age_s: float = option(
         8.0, "an older connection takes no more requests", unit="s", minimum=0.1
     )
-    head_timeout_s: float = option(
-        10.0, "longest time for a request's headers, or gRPC's greeting", unit="s", minimum=0.1
-    )
-    body_timeout_s: float = option(30.0, "longest time for a request's body", unit="s", minimum=0.1)
-    max_unconfirmed: int = option(
-        8, "positions decode runs ahead of text that may hold a stop string", minimum=1
-    )
-    reflection: bool = option(True, "serve gRPC reflection")
     playground: bool = option(True, "serve a page to chat on at /, to whoever reaches HTTP")
-    request_history: int = option(
-        1024,
-        "requests that are over and can still be explained, unless timings are not told; 0: none",
-        minimum=0,
-    )
     keep_replays: bool = option(
         False, "remember each one's prompt as token ids too, so that it can be replayed"
     )
@@ -160,11 +143,9 @@ class RouterConfig(ProcessOptions):
         unit="file",
     )
     timings: bool = option(
-        True, "tell clients how long each stage of their requests took, and which workers served"
-    )
-    vllm_aliases: bool = option(True, "show load and times on /metrics under vLLM's names too")
-    gen_ai_metrics: bool = option(
-        True, "show requests' times on /metrics under OpenTelemetry's GenAI names too"
+        True,
+        "tell clients how long each stage of their requests took and which workers served, and "
+        "explain requests that are over",
     )
     vllm_engine: bool = option(
         False, "serve vllm.grpc.engine.VllmEngine on grpc_listen too, for gateways (baton[vllm])"
@@ -192,8 +173,8 @@ class RouterConfig(ProcessOptions):
         ProcessOptions.__post_init__(self)
         if self.vllm_tokenizer and not self.vllm_engine:
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
-        if self.keep_replays and not self.num_remembered:
-            raise InvalidArgument("needs request_history and timings", field="keep_replays")
+        if self.keep_replays and not self.timings:
+            raise InvalidArgument("needs timings", field="keep_replays")
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")
@@ -216,12 +197,6 @@ class RouterConfig(ProcessOptions):
     @property
     def routing(self) -> RoutingPolicy:
         return RoutingPolicy(self.local_prefill_tokens, SLOW_START_S)
-
-    @property
-    def num_remembered(self) -> int:
-        """Number of finished requests that are kept for explanation; 0 when timings are disabled,
-        because an explanation reveals more than timings."""
-        return self.request_history if self.timings else 0
 
     @property
     def faces(self) -> dict[str, str]:

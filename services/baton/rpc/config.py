@@ -4,6 +4,9 @@ Precedence: defaults < `--config FILE` (TOML) < environment `BATON_<FIELD>` < fl
 All values are checked once, here; nothing reads `os.environ` afterwards. A wrong value ends the
 process with code 2 and one line that names the field, the value, its source and what is allowed.
 Environment variables that match no field are ignored: they may belong to another process.
+
+A configuration dataclass may list former options in a class variable REMOVED. They are ignored
+with a warning, so that a rolling upgrade needs no change of flags at the same moment.
 """
 
 from __future__ import annotations
@@ -117,9 +120,13 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def read(
-    options: Mapping[str, Option], argv: Sequence[str], prog: str, description: str
+    options: Mapping[str, Option],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+    removed: Iterable[str] = (),
 ) -> dict[str, str]:
-    """The given flags, as text by field name, and `config`.
+    """The given flags, as text by field name, and `config`. removed: former options.
 
     A bool may stand alone, take a value, or be negated: --exact, --exact false, --no-exact. Raises
     InvalidArgument for an unknown flag; --help prints all flags and exits with code 0.
@@ -147,6 +154,14 @@ def read(
             )
         else:
             parser.add_argument(flag(name), dest=name, metavar=_metavar(spec), help=text)
+    for name in removed:
+        parser.add_argument(
+            *(flag(name), flag("no_" + name)),
+            dest=name,
+            nargs="?",
+            const="",
+            help=argparse.SUPPRESS,
+        )
     found, unknown = parser.parse_known_args(list(argv))
     if unknown:
         known = [flag(name) for name in options]
@@ -219,17 +234,26 @@ def load(
     fields belong in the dataclass's `__post_init__`, which raises InvalidArgument.
     """
     options = options_of(cls)
+    removed: frozenset[str] = getattr(cls, "REMOVED", frozenset())
     try:
-        given = read(options, sys.argv[1:] if argv is None else argv, prog, cls.__doc__ or "")
+        flags = sys.argv[1:] if argv is None else argv
+        given = read(options, flags, prog, cls.__doc__ or "", removed)
         variables = os.environ if environ is None else environ
         file = given.pop("config", None) or variables.get("BATON_CONFIG", "")
-        raw = _from_file(options, Path(file)) if file else {}
+        raw = _from_file([*options, *removed], Path(file)) if file else {}
         raw |= {
             name: (variables[variable], variable)
-            for name in options
+            for name in (*options, *removed)
             if (variable := f"BATON_{name.upper()}") in variables
         }
         raw |= {name: (text, flag(name)) for name, text in given.items()}
+        for name in sorted(raw.keys() & removed):
+            source = raw.pop(name)[1]
+            print(
+                f"{prog}: warning: {source} is ignored: {name} is no option any more, see "
+                "docs/upgrading.md",
+                file=sys.stderr,
+            )
         values = {name: parse(options[name], *value) for name, value in raw.items()}
         for name, spec in options.items():
             if spec.required and not values.get(name, spec.default):
@@ -259,7 +283,7 @@ def options_of(cls: type) -> dict[str, Option]:
     return options
 
 
-def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[object, str]]:
+def _from_file(known: Sequence[str], path: Path) -> dict[str, tuple[object, str]]:
     """The values of a TOML file, each with its source."""
     try:
         with path.open("rb") as file:
@@ -270,9 +294,9 @@ def _from_file(options: Mapping[str, Option], path: Path) -> dict[str, tuple[obj
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path} is not TOML: {error}", field="config") from None
     for name in table:
-        if name not in options:
+        if name not in known:
             raise InvalidArgument(
-                f"{path} has an unknown key {name!r}{suggest(name, options)}", field="config"
+                f"{path} has an unknown key {name!r}{suggest(name, known)}", field="config"
             )
     return {name: (value, str(path)) for name, value in table.items()}
 

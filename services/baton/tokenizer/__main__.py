@@ -123,7 +123,6 @@ async def _serve(
                     lambda: WorkerDescription(identity(), model, max_sequences=threads), load
                 ),
             ],
-            reflection=options.reflection,
             probes=probes,
             certificates=options.certificates(),
             token=options.peer_token,

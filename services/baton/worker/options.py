@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from baton.core.request.model import DTYPE_BYTES
 from baton.core.scheduler.policy import QueueLimit
@@ -13,6 +14,8 @@ from baton.rpc.options import ServingOptions
 @dataclass(frozen=True, slots=True)
 class WorkerOptions(ServingOptions):
     """Model, memory and KV transport of one worker, and how it is served."""
+
+    REMOVED: ClassVar = ServingOptions.REMOVED | {"vllm_aliases"}
 
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
@@ -92,7 +95,6 @@ class WorkerOptions(ServingOptions):
     probe_interval_s: float = option(
         10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
     )
-    vllm_aliases: bool = option(True, "show load on /metrics under vLLM's names too")
     standby: bool = option(
         False,
         "stand by with everything loaded: routers give it work only while another worker of its "

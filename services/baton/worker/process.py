@@ -248,8 +248,7 @@ async def _run_settled(
         if given is not stats:
             export_handovers("sender", given)
         report.export()
-        if options.vllm_aliases:
-            report.export_aliases(runner.model.name, runner.block_size)
+        report.export_aliases(runner.model.name, runner.block_size)
         description = describe(
             runner, identity, staging.names, options.max_running, options.standby
         )
@@ -263,7 +262,6 @@ async def _run_settled(
                 ),
                 worker_service(lambda: description, report.worker_load, cache, service.use_through),
             ],
-            reflection=options.reflection,
             probes=probes,
             certificates=certificates,
             token=options.peer_token,

@@ -145,9 +145,7 @@ class World:
         self.fleet = Fleet(
             Discovery(self.listed), self.channels, WorkerIdentity("router", "r" * 32, "")
         )
-        metrics = RouterMetrics(
-            self.registry, gen_ai=self.config.gen_ai_metrics, vllm=self.config.vllm_aliases
-        )
+        metrics = RouterMetrics(self.registry)
         self.router = Pipeline(
             self.fleet, self.config, metrics, tracer=self.tracer, usage=self.usage
         )

@@ -14,6 +14,7 @@ from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
 from baton.core.request.request import TextPrompt
 from baton.core.routing.load import WorkerSpeed
 from baton.router.config import RouterConfig
+from baton.router.request import admission
 from baton.router.request.dispatcher import Dispatcher, PendingAttempt
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import REQUEST, check
@@ -98,8 +99,11 @@ async def test_priority_comes_before_turns(world: World) -> None:
 
 
 @pytest.mark.deep
-async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(world: World) -> None:
-    await few_at_a_time(world, max_queued=4)
+async def test_a_full_queue_refuses_at_once_and_keeps_room_for_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 4)
+    await few_at_a_time(world)
     waiting = ask(world, A, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 2)
     with pytest.raises(Refusal) as caught:
@@ -150,8 +154,11 @@ async def test_all_that_waited_count_towards_the_drain(
     await until(world.nothing_left)
 
 
-async def test_who_would_be_refused_anyway_is_turned_away_unread(world: World) -> None:
-    await few_at_a_time(world, max_queued=4)
+async def test_who_would_be_refused_anyway_is_turned_away_unread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_QUEUED", 4)
+    await few_at_a_time(world)
     world.pipeline.turn_away(A, 0)
     waiting = ask(world, A, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 2)

@@ -10,11 +10,18 @@ from baton.rpc.metrics import gauge
 from tests.services.router.conftest import World, until
 from tests.services.router.test_admission import A, ask
 
+READ = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+)
+
 
 def told(world: World) -> dict[str, float]:
-    """Series under vLLM's names, as a scraper reads them."""
+    """The series that an endpoint picker reads, as a scraper reads them."""
     lines = generate_latest(world.registry).decode().splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith("vllm:"))
+    pairs = (line.rsplit(" ", 1) for line in lines if line.startswith(READ))
     return {name: float(value) for name, value in pairs}
 
 
@@ -24,7 +31,7 @@ async def test_the_names_and_values_that_an_endpoint_picker_reads(world: World) 
         decode.max_sequences, decode.free_blocks = 1, free
         decode.stepping.clear()
         world.decodes.append(decode)
-    await world.start(RouterConfig(local_prefill_tokens=0, vllm_aliases=False), decodes=0)
+    await world.start(RouterConfig(local_prefill_tokens=0), decodes=0)
     assert world.fleet is not None
     readers = vllm_readers(world.pipeline, world.fleet)
     unwatch = [gauge(spec, read, world.registry) for spec, read in readers.items()]

@@ -285,9 +285,7 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
 ) -> None:
     """That one comes late, and what a failed request held is far more than it looks like."""
     await world.start(RouterConfig(local_prefill_tokens=0, vllm_engine=True))
-    app = HttpApp(
-        world.pipeline, CollectorRegistry(), HttpAccess(OpenAuthenticator(), open_metrics=False)
-    )
+    app = HttpApp(world.pipeline, CollectorRegistry(), HttpAccess(OpenAuthenticator()))
     text = "x" * (1 << 16)
 
     async def fail() -> None:

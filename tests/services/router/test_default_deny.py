@@ -80,10 +80,10 @@ class Router:
 
 
 @asynccontextmanager
-async def serving(*, open_metrics: bool = False, token: str = "") -> AsyncIterator[Router]:
+async def serving(*, token: str = "") -> AsyncIterator[Router]:
     book, key = KeyBook().with_key("acme", LIMITS, "")
     authenticator, frontend = IndexAuthenticator(book), Scripted()
-    http_access = HttpAccess(authenticator, open_metrics=open_metrics, token=token)
+    http_access = HttpAccess(authenticator, token=token)
     app = http_app(frontend, CollectorRegistry(), http_access)
     pipeline = cast(Pipeline, frontend)
     servicer = InferenceServicer(pipeline, stall_timeout_s=20)
@@ -137,13 +137,6 @@ async def test_every_route_but_health_refuses_who_shows_no_key() -> None:
         assert (await router.http.get("/v1/models", headers=router.headers)).status_code == 200
         assert (await router.http.get("/nothing", headers=router.headers)).status_code == 404
         assert not router.frontend.seen
-
-
-async def test_metrics_are_open_only_where_that_was_said() -> None:
-    async with serving(open_metrics=True) as router:
-        assert (await router.http.get("/metrics")).status_code == 200
-        assert (await router.http.post("/metrics")).status_code == 401
-        assert (await router.http.get("/v1/models")).status_code == 401
 
 
 async def test_batons_own_token_opens_metrics_and_nothing_else() -> None:

@@ -91,7 +91,7 @@ class KubernetesPlace:
     """One slice for each address, so that scaling adds and deletes slices, too."""
 
     def __init__(self, api: FakeApi, config_file: str) -> None:
-        opened = KubernetesApi.open(config_file, "decodes")
+        opened = KubernetesApi.open("decodes", config_file)
         assert opened.namespace == kubernetes_api.NAMESPACE
         self.source = KubernetesSource(
             opened, opened.namespace, kubernetes_api.SERVICE, kubernetes_api.PORT_NAME, runs
@@ -285,14 +285,14 @@ async def test_kubernetes_goes_on_from_the_newest_version(
 
 def test_kubernetes_without_a_way_to_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        KubernetesApi.open(str(tmp_path / "missing"), "decodes")
-    assert caught.value.field == "kubernetes_config"
+        KubernetesApi.open("decodes", str(tmp_path / "missing"))
+    assert caught.value.field == "decodes"
 
 
 def test_kubernetes_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
     with pytest.raises(InvalidArgument, match=r"pip install 'baton\[k8s\]'") as caught:
-        KubernetesApi.open("", "decodes")
+        KubernetesApi.open("decodes")
     assert caught.value.field == "decodes"
 
 
@@ -335,8 +335,7 @@ def test_what_is_no_place_names_the_option(text: str) -> None:
 
 async def test_every_role_is_where_its_option_says() -> None:
     discovery = await discovery_of(
-        RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",)).places,
-        kubernetes_config="",
+        RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",)).places
     )
     for role, expected in (("tokenizer", {ONE}), ("decode", {TWO}), ("detokenizer", set())):
         async with watching(discovery._source(role)) as told:
@@ -346,10 +345,10 @@ async def test_every_role_is_where_its_option_says() -> None:
 
 
 async def test_live_routers_are_counted() -> None:
-    assert Replicas(None, 3).live_replicas() == 3
-    assert Replicas(StaticDiscovery({}), 2).live_replicas() == 2
+    assert Replicas(None).live_replicas() == 1
+    assert Replicas(StaticDiscovery({})).live_replicas() == 1
     routers = Listed([ONE, TWO])
-    replicas = Replicas(Discovery({"router": routers}), 1)
+    replicas = Replicas(Discovery({"router": routers}))
     following = asyncio.create_task(replicas.run())
     try:
         await until(lambda: replicas.live_replicas() == 2)

@@ -22,6 +22,7 @@ from baton.router.api.http.answer_schema import Explained
 from baton.router.api.http.app import HttpApp
 from baton.router.api.http.server import serve_http
 from baton.router.config import RouterConfig
+from baton.router.observe import records
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
 from tests.services.router.test_keys import Kept
@@ -33,7 +34,7 @@ SPLIT = RouterConfig(local_prefill_tokens=0, prefills=("prefill:1",))
 async def http_of(
     world: World, authenticator: Authenticator | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    http_access = HttpAccess(authenticator or OpenAuthenticator(), open_metrics=False)
+    http_access = HttpAccess(authenticator or OpenAuthenticator())
     app = HttpApp(world.pipeline, CollectorRegistry(), http_access)
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"
@@ -277,9 +278,8 @@ async def test_without_keys_only_this_machine_sees_where_workers_are(world: Worl
         assert bool(told.attempts[0].candidates) != beyond
 
 
-@pytest.mark.parametrize("off", [replace(SPLIT, request_history=0), replace(SPLIT, timings=False)])
-async def test_nothing_is_remembered_where_it_is_off(world: World, off: RouterConfig) -> None:
-    await world.start(off)
+async def test_nothing_is_remembered_without_timings(world: World) -> None:
+    await world.start(replace(SPLIT, timings=False))
     answer = await world.ask(REQUEST)
     async with http_of(world) as http:
         response = await http.get(f"/requests/{answer.accepted.request_id}")
@@ -287,8 +287,11 @@ async def test_nothing_is_remembered_where_it_is_off(world: World, off: RouterCo
     assert len(world.pipeline.records.history) == 0
 
 
-async def test_many_at_once_stay_in_the_bound(world: World) -> None:
-    await world.start(replace(SPLIT, request_history=3))
+async def test_many_at_once_stay_in_the_bound(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_HISTORY", 3)
+    await world.start(SPLIT)
     short = replace(REQUEST, max_tokens=2)
     await asyncio.gather(*(world.ask(short) for _ in range(9)))
     await until(world.nothing_left)

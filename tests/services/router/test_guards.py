@@ -14,14 +14,21 @@ from baton.router.request import pipeline
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
 
-ONE_RETRY = RouterConfig(local_prefill_tokens=0, retry_share=0.0, retry_burst=1, max_attempts=10)
+MANY_ATTEMPTS = RouterConfig(local_prefill_tokens=0, max_attempts=10)
+
+
+@pytest.fixture
+def one_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of one retry that never grows."""
+    monkeypatch.setattr(pipeline, "RETRY_SHARE", 0.0)
+    monkeypatch.setattr(pipeline, "RETRY_BURST", 1)
+    monkeypatch.setattr(pipeline, "RETRIES_PER_S", 0.0)
 
 
 async def test_a_request_that_has_not_begun_is_not_retried_beyond_the_budget(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, one_retry: None
 ) -> None:
-    monkeypatch.setattr(pipeline, "RETRIES_PER_S", 0.0)
-    await world.start(ONE_RETRY, prefills=0)
+    await world.start(MANY_ATTEMPTS, prefills=0)
     world.decodes[0].refusals = [Internal("broken")] * 5
     with pytest.raises(Unavailable) as refused:
         await world.ask(REQUEST)
@@ -30,11 +37,8 @@ async def test_a_request_that_has_not_begun_is_not_retried_beyond_the_budget(
     await until(world.nothing_left)
 
 
-async def test_a_stream_that_has_begun_asks_no_budget(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "RETRIES_PER_S", 0.0)
-    await world.start(ONE_RETRY, prefills=0, decodes=3)
+async def test_a_stream_that_has_begun_asks_no_budget(world: World, one_retry: None) -> None:
+    await world.start(MANY_ATTEMPTS, prefills=0, decodes=3)
     world.pipeline.services.budget.take(0.0)
     stream, answer = await begin(world, REQUEST, 12)
     await busy(world).kill()

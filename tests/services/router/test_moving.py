@@ -11,6 +11,7 @@ from baton.core.request.request import Request
 from baton.core.routing.load import WorkerState
 from baton.router.request.migration import AT_ONCE
 from baton.router.request.pipeline import EventStream
+from baton.router.request.runner import MAX_UNCONFIRMED
 from baton.testing import language
 from baton.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, World, until
@@ -80,7 +81,7 @@ async def test_stop_strings_and_logprobs_move_too(world: World) -> None:
     assert moves(world, "moved") == 1
     said = [entry.token.logprob for delta in answer.deltas for entry in delta.logprobs]
     assert said == [language.logprob(token) for token in found[0]]
-    assert max(decode.furthest_ahead for decode in world.decodes) <= world.config.max_unconfirmed
+    assert max(decode.furthest_ahead for decode in world.decodes) <= MAX_UNCONFIRMED
     await until(world.nothing_left)
 
 

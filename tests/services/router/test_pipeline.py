@@ -23,6 +23,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.router.config import RouterConfig
+from baton.router.request.runner import MAX_UNCONFIRMED
 from baton.testing import language
 from tests.services.router.conftest import PATIENCE_S, World, until
 
@@ -247,15 +248,15 @@ async def test_a_stop_string_ends_text_tokens_usage_and_logprobs(
 
 
 async def test_decode_runs_no_further_ahead_of_text_than_allowed(world: World) -> None:
-    await world.start(RouterConfig(local_prefill_tokens=0, max_unconfirmed=4))
+    await world.start()
     world.detokenizers[0].talking.clear()
     stop = TEXT[30:34]
     kept, _ = language.stopped(EXPECTED, stop) or ((), "")
     asking = asyncio.create_task(world.ask(replace(REQUEST, stop_strings=(stop,))))
-    await until(lambda: world.decodes[0].furthest_ahead == 4)
+    await until(lambda: world.decodes[0].furthest_ahead == MAX_UNCONFIRMED)
     world.detokenizers[0].talking.set()
     assert tuple((await asking).token_ids[0]) == kept
-    assert world.decodes[0].furthest_ahead == 4
+    assert world.decodes[0].furthest_ahead == MAX_UNCONFIRMED
 
 
 async def test_one_choice_stops_and_the_others_go_on(world: World) -> None:

@@ -102,7 +102,7 @@ async def test_a_router_tells_them(world: World) -> None:
     pipeline = await world.start(RouterConfig(target_first_token_ms=1000.0))
     assert world.fleet is not None
     targets = pool_targets(
-        pipeline, world.fleet, world.config, RouterMetrics(CollectorRegistry()), Replicas(None, 1)
+        pipeline, world.fleet, world.config, RouterMetrics(CollectorRegistry()), Replicas(None)
     )
     await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
     assert targets.read()["decode",] == 1

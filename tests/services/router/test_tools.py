@@ -67,7 +67,7 @@ async def face(world: World) -> AsyncIterator[Face]:
     model = replace(language.MODEL, answer_format=AnswerFormat(reasoning="think"))
     world.tokenizers.append(ScriptedTokenizer(model=model))
     await world.start(RouterConfig(local_prefill_tokens=0), tokenizers=0, decodes=2, detokenizers=2)
-    access = HttpAccess(OpenAuthenticator(), open_metrics=False)
+    access = HttpAccess(OpenAuthenticator())
     server = await serve_http(HttpApp(world.pipeline, CollectorRegistry(), access), "127.0.0.1:0")
     try:
         async with openai_client(server.address) as client:

@@ -48,7 +48,7 @@ from baton.router.request.pipeline import Pipeline
 from baton.router.workers.tokenizers import EncodedPrompt
 from baton.rpc.server import ProcessServer
 
-ANYONE = HttpAccess(OpenAuthenticator(), open_metrics=False)
+ANYONE = HttpAccess(OpenAuthenticator())
 
 MODEL = ModelDescription(
     name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)

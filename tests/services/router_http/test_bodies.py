@@ -116,7 +116,7 @@ def world() -> World:
     limits = AdmissionLimits(10_000, 0, 10.0, max_input_bytes=MOST)
     queue: FairQueue[Any] = FairQueue(max_tokens=1 << 20, max_entries=1024)
     frontend = Scripted(admission=Admission(limits, queue, DrainRate(), lambda: 0.0))
-    authenticator = HttpAccess(NamedAuthenticator(), open_metrics=False)
+    authenticator = HttpAccess(NamedAuthenticator())
     return World(frontend, http_app(frontend, CollectorRegistry(), authenticator))
 
 
@@ -214,7 +214,7 @@ async def test_room_is_given_back_however_it_ends(world: World, name: str) -> No
 
 
 async def test_nothing_is_kept_of_one_who_leaves_while_its_host_is_refused(world: World) -> None:
-    access = HttpAccess(OpenAuthenticator(), open_metrics=False, hosts=AllowedHosts("127.0.0.1:80"))
+    access = HttpAccess(OpenAuthenticator(), hosts=AllowedHosts("127.0.0.1:80"))
     app = http_app(world.frontend, CollectorRegistry(), access)
     client = Client("", headers={"host": "evil.example"}, leaves=True)
     await client.ask(app)

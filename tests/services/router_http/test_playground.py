@@ -25,7 +25,7 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text(render(book))
     keyed = KeyAuthenticator(str(keys), CollectorRegistry())
-    authenticator = HttpAccess(keyed, open_metrics=False, pages=[page.path for page in PAGES])
+    authenticator = HttpAccess(keyed, pages=[page.path for page in PAGES])
     app = http_app(Scripted(), CollectorRegistry(), authenticator, PAGES)
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"

@@ -83,13 +83,6 @@ def check_aliases(read: dict[str, float], model: str) -> None:
     }
 
 
-@pytest.mark.deep
-async def test_aliases_can_be_left_out(tmp_path: Path) -> None:
-    async with worker("baton.decode", tmp_path, "--vllm-aliases", "false") as decode:
-        read = await asyncio.to_thread(metrics_of, decode.metrics)
-    assert not [name for name in read if name.startswith("vllm:")]
-
-
 def check_handover_metrics(decode: dict[str, float], prefill: dict[str, float]) -> None:
     """Of one hand-over, with its meeting and its probe."""
     kv_chunks = decode['baton_parcels_total{side="receiver"}']

@@ -132,9 +132,8 @@ def watch(
             for state, number in pool.standbys().items()
         },
         INDEX_UNITS: lambda: {(role,): len(index) for role, index in caches.items()},
+        **vllm_readers(pipeline, fleet),
     }
-    if config.vllm_aliases:
-        readers |= vllm_readers(pipeline, fleet)
     if config.target_first_token_ms:
         readers[POOL_TARGETS] = pool_targets(pipeline, fleet, config, metrics, replicas).read
     counts: Readers = {

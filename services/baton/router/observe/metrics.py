@@ -115,12 +115,10 @@ MAX_TENANTS."""
 
 
 class RouterMetrics:
-    """The metrics of one router process."""
+    """The metrics of one router process, and those of its requests under OpenTelemetry's and vLLM's
+    names too."""
 
-    def __init__(
-        self, registry: CollectorRegistry = REGISTRY, *, gen_ai: bool = False, vllm: bool = False
-    ) -> None:
-        """gen_ai, vllm: also records requests under OpenTelemetry's or vLLM's names."""
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
@@ -144,8 +142,8 @@ class RouterMetrics:
         self._migrations = counter(MIGRATIONS, registry)
         self._retries = counter(RETRIES, registry)
         self._predictions = histogram(PREDICTIONS, registry)
-        self._gen_ai = _GenAiMetrics(registry) if gen_ai else None
-        self._vllm = _VllmMetrics(self.between_tokens, registry) if vllm else None
+        self._gen_ai = _GenAiMetrics(registry)
+        self._vllm = _VllmMetrics(self.between_tokens, registry)
 
     def refused(self, limit: Limit, tenant: Tenant) -> None:
         self._refusals.labels(limit.value).inc()
@@ -153,8 +151,7 @@ class RouterMetrics:
 
     def accepted(self, tenant: Tenant, model: str, prompt_tokens: int) -> None:
         """A request's prompt is encoded and admitted."""
-        if self._vllm is not None:
-            self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
+        self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         self.num_prompt_tokens += prompt_tokens
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
@@ -202,9 +199,8 @@ class RouterMetrics:
     ) -> None:
         """A request is over, whether it was admitted or not. model: the one that ran it, or "",
         because the client's model name may be any text. logs: of its choices."""
-        if self._gen_ai is not None:
-            self._gen_ai.over(request, model, error, times, logs)
-        if self._vllm is not None and model:
+        self._gen_ai.over(request, model, error, times, logs)
+        if model:
             self._vllm.over(model, error, times, logs)
 
     def _label(self, tenant: Tenant) -> str:

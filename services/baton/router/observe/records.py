@@ -24,6 +24,9 @@ from baton.router.config import RouterConfig
 from baton.router.observe.stage_timer import StageTimer
 from baton.rpc.metrics import REGISTRY, Spec, counter
 
+MAX_HISTORY = 1024
+"""Most records of requests that are over. They fill MAX_HISTORY_BYTES in fleets of many workers."""
+
 MAX_HISTORY_BYTES = 32 << 20
 """Most bytes of all kept records together."""
 
@@ -90,11 +93,12 @@ class Records:
         """usage: None: no usage log."""
         self._config = config
         self._usage = usage
-        self.history = RequestHistory(config.num_remembered, MAX_HISTORY_BYTES)
+        self.history = RequestHistory(MAX_HISTORY if config.timings else 0, MAX_HISTORY_BYTES)
 
     def begin(self, request: Request, request_id: str, stages: StageTimer) -> None:
         """A request was admitted. From now on its stages update its record."""
-        if self._usage is None and not self._config.num_remembered:
+        # An explanation reveals more than timings do.
+        if self._usage is None and not self._config.timings:
             return
         stages.record = RequestRecord(
             request_id=request_id,

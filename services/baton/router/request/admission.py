@@ -55,6 +55,10 @@ from baton.router.workers.tokenizers import AskedBy
 MAX_QUEUED_TOKENS = 1 << 20
 """Most expected tokens of all queued requests together."""
 
+MAX_QUEUED = 1024
+"""Most queued requests, which bounds the memory of the queue. How long a request may wait is
+max_queue_s."""
+
 LOOK_S = 0.5
 """Seconds between two readings of what workers report about other routers; workers report as often.
 """
@@ -132,7 +136,7 @@ class AdmissionController:
     ) -> None:
         """live_replicas: returns the routers that share tenants' limits, including this one."""
         self.queue: FairQueue[PendingAttempt] = FairQueue(
-            max_tokens=MAX_QUEUED_TOKENS, max_entries=config.max_queued
+            max_tokens=MAX_QUEUED_TOKENS, max_entries=MAX_QUEUED
         )
         self._drain = DrainRate()
         self._admission = Admission(

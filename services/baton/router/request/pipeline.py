@@ -42,8 +42,15 @@ def left() -> BatonError:
     return Unavailable("This router is leaving.", retry_after_s=1.0)
 
 
+RETRY_SHARE = 0.1
+"""Retries of requests without tokens that were lost by a worker, per request started. A tenth adds
+a tenth of load at most when every worker fails, as in gRPC's and Envoy's retry budgets."""
+
 RETRIES_PER_S = 10.0
 """Retries per second of requests without tokens, in addition to the share of started requests."""
+
+RETRY_BURST = 100
+"""Most of these retries at once: a dying worker loses about so many requests that have no token."""
 
 
 class EventStream(AsyncIterator[Event]):
@@ -167,7 +174,7 @@ class Pipeline:
             config,
             metrics,
             self.gate.dispatcher,
-            RetryBudget(share=config.retry_share, per_s=RETRIES_PER_S, most=config.retry_burst),
+            RetryBudget(share=RETRY_SHARE, per_s=RETRIES_PER_S, most=RETRY_BURST),
             LoadMonitor(COALESCE_ABOVE_CORES),
             DeferredCalls(),
             self._keep,

@@ -48,6 +48,10 @@ from baton.v1.prefill_pb2 import RunResponse
 
 log = logging.getLogger(__name__)
 
+MAX_UNCONFIRMED = 8
+"""Most positions that decode runs ahead of the search for stop strings: enough for a round trip to
+the detokenizer at small steps, and the most that are computed in vain when one is found."""
+
 
 class RequestRunner:
     """Runs one request until all its choices have ended, and owns its attempts."""
@@ -70,7 +74,7 @@ class RequestRunner:
         self.stages = context.stages
         self.state = state
         self.model = model
-        self.max_unconfirmed = services.config.max_unconfirmed if opening.stop_strings else 0
+        self.max_unconfirmed = MAX_UNCONFIRMED if opening.stop_strings else 0
         """Most tokens that decode may be ahead of the search for stop strings; 0: no limit."""
         self.news = Broadcast()
         """Set when there is something for the client."""

@@ -252,7 +252,7 @@ class DnsSource:
         return None
 
 
-async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config: str) -> Discovery:
+async def discovery_of(places: Mapping[str, Sequence[str]]) -> Discovery:
     """Creates the sources without starting them.
 
     places: role to its option's value; the option's name is the role's plural. Raises
@@ -268,7 +268,7 @@ async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config
                 sources[role] = DnsSource(name, port, every_s=DNS_INTERVAL_S)
             case ServiceTarget(service, namespace, port_name):
                 if api is None:
-                    api = await asyncio.to_thread(KubernetesApi.open, kubernetes_config, f"{role}s")
+                    api = await asyncio.to_thread(KubernetesApi.open, f"{role}s")
                 wanted = answers if role == "router" else runs
                 namespace = namespace or api.namespace
                 sources[role] = KubernetesSource(api, namespace, service, port_name, wanted)
@@ -278,11 +278,10 @@ async def discovery_of(places: Mapping[str, Sequence[str]], *, kubernetes_config
 class Replicas:
     """The number of live routers, by which budgets are shared."""
 
-    def __init__(self, discovery: Discovery | None, configured: int) -> None:
-        """discovery: None when no option gives the routers; then `configured` applies permanently.
-        configured: applies until discovery answers."""
+    def __init__(self, discovery: Discovery | None) -> None:
+        """discovery: None when no option names the routers; then there is this one only."""
         self._discovery = discovery
-        self._live = configured
+        self._live = 1
 
     def live_replicas(self) -> int:
         """Returns the live routers, including this one: at least 1."""

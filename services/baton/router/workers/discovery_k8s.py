@@ -288,10 +288,10 @@ class KubernetesApi:
         self.namespace = namespace
 
     @classmethod
-    def open(cls, config_file: str, field: str) -> KubernetesApi:
+    def open(cls, field: str, config_file: str = "") -> KubernetesApi:
         """Connects with a kubeconfig file; without one with the pod's service account, else with
-        the default kubeconfig. Blocks for a second. Raises InvalidArgument, naming the field or the
-        option `kubernetes_config`."""
+        that of the variable KUBECONFIG, else the user's. Blocks for a second. Raises
+        InvalidArgument, naming the field."""
         try:
             from kubernetes import client, config
         except ImportError:
@@ -303,9 +303,9 @@ class KubernetesApi:
             namespace = cls._configure(config, made, config_file)
         except (config.ConfigException, OSError, ValueError, TypeError, KeyError):
             raise InvalidArgument(
-                "must name a kubeconfig file: this is no pod with a service account, "
-                "and no usable kubeconfig was found",
-                field="kubernetes_config",
+                "k8s:/// needs a cluster: this is no pod with a service account, and neither "
+                "KUBECONFIG nor ~/.kube/config is a usable kubeconfig",
+                field=field,
             ) from None
         return cls(client.DiscoveryV1Api(client.ApiClient(made)), namespace)
 

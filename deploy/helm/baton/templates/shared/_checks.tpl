@@ -87,11 +87,6 @@
 {{- if and (not $c.gpu.count) (eq ($c.config.device | default "auto") "cuda") -}}
 {{- fail (printf "%s.config.device is cuda, but %s.gpu.count is 0." .component .component) -}}
 {{- end -}}
-{{- range list "autoscaling" "keda" -}}
-{{- if and (index $c .).enabled (index $c .).targetKvUse (eq (toString $c.config.vllm_aliases) "false") -}}
-{{- fail (printf "%s.%s.targetKvUse needs a metric that %s.config.vllm_aliases=false takes away." $.component . $.component) -}}
-{{- end -}}
-{{- end -}}
 {{- if and $c.rdma.enabled (eq (include "baton.kvNetwork" .root) "local") -}}
 {{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .component) -}}
 {{- end -}}

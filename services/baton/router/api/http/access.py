@@ -51,16 +51,14 @@ class HttpAccess:
         self,
         authenticator: Authenticator,
         *,
-        open_metrics: bool,
         pages: Collection[str] = (),
         hosts: AllowedHosts | None = None,
         token: str = "",
     ) -> None:
-        """open_metrics: /metrics needs no key. pages: additional paths without a key. hosts: the
-        host names that are answered; None: any, because requests need keys. token: grants access to
-        /metrics in place of a key."""
+        """pages: additional paths without a key. hosts: the host names that are answered; None:
+        any, because requests need keys. token: of Baton's own processes, grants access to /metrics
+        in place of a key."""
         self._authenticator = authenticator
-        self._open_metrics = open_metrics
         self._open = OPEN | set(pages)
         self._hosts = hosts
         self._token = f"Bearer {token}" if token else ""
@@ -79,24 +77,19 @@ class HttpAccess:
             scope[_TENANT] = at_address(tenant, (scope.get("client") or ("",))[0])
 
     def _tenant(self, scope: Scope, path: str) -> Tenant | None:
-        """Returns None for a reader of open metrics without an operator's key. Raises HttpError or
+        """Returns None for one of Baton's own processes that reads metrics. Raises HttpError or
         Unauthenticated."""
         shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
-        open_metrics = path == METRICS and (
-            self._open_metrics or peers.token_matches(self._token, shown)
-        )
+        if path == METRICS and peers.token_matches(self._token, shown):
+            return None
         try:
             tenant = self._authenticator.authenticate(shown)
         except Unauthenticated:
-            if open_metrics:
-                return None
             counter(UNAUTHENTICATED).labels("http").inc()
             raise
-        if path != METRICS or tenant.sees_others:
-            return tenant
-        if open_metrics:
-            return None
-        raise operator_key_required()
+        if path == METRICS and not tenant.sees_others:
+            raise operator_key_required()
+        return tenant
 
 
 def caller(scope: Scope) -> Tenant:
