@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli import doctor
+from baton.cli import checks, doctor
 from baton.cli import doctor_cluster as cluster
 from baton.cli.checks import Finding, Status
 from baton.cli.doctor_cluster import PRESETS, ApiAnswer, Json
@@ -126,11 +126,9 @@ def test_limits_of_a_pod(tmp_path: Path) -> None:
     assert status(cluster.local_memory_lock(RDMA, 64 << 10)) == "warn"
     assert status(cluster.local_memory_lock(RDMA, -1)) == "ok"
     assert status(cluster.local_memory_lock(TCP, 64 << 10)) == "ok"
-    assert status(cluster.local_open_files(1024)) == "warn"
-    assert status(cluster.local_open_files(1 << 20)) == "ok"
-    assert status(cluster.local_shared_memory(str(tmp_path), 1)) == "ok"
-    assert status(cluster.local_shared_memory(str(tmp_path), 1 << 60)) == "warn"
-    assert status(cluster.local_shared_memory(str(tmp_path / "none"))) == "warn"
+    assert status(checks.open_files(1024)) == "warn"
+    assert status(checks.open_files(1 << 20)) == "ok"
+    assert status(checks.shared_memory(str(tmp_path / "none"))) == "warn"
 
 
 def test_devices_of_a_pod(tmp_path: Path) -> None:

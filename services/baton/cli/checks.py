@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import platform
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,8 @@ from rich.console import Console
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import BatonError, InvalidArgument
+
+log = logging.getLogger(__name__)
 
 
 class Status(Enum):
@@ -54,6 +57,9 @@ def fail(detail: str, advice: str) -> Finding:
     return Finding(Status.FAIL, detail, advice)
 
 
+Check = tuple[str, Callable[[], Finding]]
+"""A check and its name."""
+
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red"}
 
 
@@ -68,6 +74,36 @@ def show(console: Console, name: str, finding: Finding) -> None:
     if finding.advice:
         console.print(f"{'':<6}{'':<14} -> {finding.advice}", markup=False)
     sys.stdout.flush()
+
+
+def report(checks: Iterable[Check], *, as_json: bool, needed: str = "") -> int:
+    """Runs checks in order and prints what they find. needed: the check without which the later
+    ones have no data. Returns the exit code: 1 if a check failed, else 0. Raises InvalidArgument
+    for a wrong option."""
+    console = Console(highlight=False, soft_wrap=True)
+    found: dict[str, Finding] = {}
+    for name, check in checks:
+        found[name] = _checked(name, check)
+        if not as_json:
+            show(console, name, found[name])
+        if name == needed and failed(found):
+            break
+    if as_json:
+        print(json.dumps(document(found), indent=2))
+    return int(failed(found))
+
+
+def _checked(name: str, check: Callable[[], Finding]) -> Finding:
+    """Runs a check. An exception becomes a finding, so that the other checks still run."""
+    try:
+        return check()
+    except InvalidArgument:
+        raise
+    except BatonError as error:
+        return fail(error.message, "see whether it can be reached")
+    except Exception as error:
+        log.debug("check %s broke", name, exc_info=True)
+        return fail(f"the check itself broke: {type(error).__name__}", "please report this")
 
 
 def document(findings: Mapping[str, Finding]) -> dict[str, Any]:
@@ -164,23 +200,30 @@ def gpu() -> Finding:
     return ok("none; the engine runs on the CPU")
 
 
-def shared_memory() -> Finding:
-    """UCX transfers KV between processes of one machine through shared memory."""
+def shared_memory(folder: str = "/dev/shm") -> Finding:
+    """UCX transfers KV between processes of one machine, and of pods of one node, through shared
+    memory, and several ranks of a worker need it, too."""
+    advice = "in a container: docker run --shm-size=1g; in a pod: an emptyDir of medium Memory"
     try:
-        size = shutil.disk_usage("/dev/shm").total
+        size = shutil.disk_usage(folder).total
     except OSError:
-        return warn("there is no /dev/shm", "UCX falls back to TCP, which is slower")
-    detail = f"/dev/shm has {size >> 20} MiB"
+        return warn(f"there is no {folder}; UCX uses TCP, which is slower", advice)
+    detail = f"{folder} has {size >> 20} MiB"
     if size < MIN_SHM_BYTES:
-        return warn(detail, "in a container: docker run --shm-size=1g, or a memory emptyDir")
+        return warn(f"{detail}; UCX uses TCP then, which is slower", advice)
     return ok(detail)
 
 
-def open_files() -> Finding:
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES:
-        return ok("no limit" if limit == resource.RLIM_INFINITY else f"limit {limit}")
-    return warn(f"limit {limit}", f"ulimit -n {min(65_536, most) if most > 0 else 65_536}")
+def open_files(limit: int | None = None) -> Finding:
+    """limit: None: this process's own."""
+    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = own if limit is None else limit
+    if limit == resource.RLIM_INFINITY:
+        return ok("no limit")
+    if limit >= MIN_OPEN_FILES:
+        return ok(f"limit {limit}")
+    raised = min(65_536, most) if most > 0 else 65_536
+    return warn(f"limit {limit}", f"ulimit -n {raised}; in a pod: the runtime's LimitNOFILE")
 
 
 def model(name: str) -> Callable[[], Finding]:
@@ -196,22 +239,15 @@ def model(name: str) -> Callable[[], Finding]:
         except InvalidArgument as error:
             return fail(error.message, advice)
         try:
-            from baton.engine.loader import check_class, check_files
-
-            library = importlib.import_module("transformers")
-            meta = importlib.import_module("torch").device("meta")
+            from baton.engine.config import EngineConfig
+            from baton.engine.loader import check_files, outline
         except (ImportError, OSError):
             return warn(f"{folder.name}: only the tokenizer was checked", ENGINE_ADVICE)
         try:
             weights = check_files(folder)
-            config = library.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            with meta:  # shapes without memory
-                network = library.AutoModelForCausalLM.from_config(config)
-            check_class(type(network), config)
-        except BatonError as error:
+            network = outline(EngineConfig(str(folder))).network
+        except InvalidArgument as error:
             return fail(error.message, advice)
-        except (ValueError, KeyError, OSError):
-            return fail(f"{folder.name}: transformers does not know this architecture", advice)
         size = sum(file.stat().st_size for file in weights)
         return ok(f"{folder.name}: {type(network).__name__}, {size / 2**20:.1f} MiB of weights")
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-
 from baton.cli import access, checks, doctor_cluster, state
-from baton.cli.checks import Finding, document, fail, failed, ok, show
+from baton.cli.checks import Finding, fail, ok
 from baton.cli.kv import command as kv
 from baton.rpc.address import split
 
 SERVICE = "baton.v1.Inference"
 HEALTH_TIMEOUT_S = 5.0
-
-log = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 if a check failed, else 0."""
+    """Returns 1 if a check failed, else 0. Raises InvalidArgument."""
     if args.about == "kv":
         return kv.run(args)
     if args.about == "cluster":
@@ -53,15 +47,7 @@ def run(args: argparse.Namespace) -> int:
         "model": checks.model(args.model),
         "baton": lambda: running(access.access_of(args, "")),
     }
-    console = Console(highlight=False, soft_wrap=True)
-    found: dict[str, Finding] = {}
-    for name, check in table.items():
-        found[name] = _checked(name, check)
-        if not args.json:
-            show(console, name, found[name])
-    if args.json:
-        print(json.dumps(document(found), indent=2))
-    return int(failed(found))
+    return checks.report(table.items(), as_json=args.json)
 
 
 def running(there: access.Access) -> Finding:
@@ -100,14 +86,3 @@ def running(there: access.Access) -> Finding:
             f"wait for its workers to load, or see why they do not: {state.log_file()}",
         )
     return ok(f"serving at {where}")
-
-
-def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """Runs a check. An exception becomes a finding, so that the other checks still run."""
-    try:
-        return check()
-    except Exception as error:
-        log.debug("check %s broke", name, exc_info=True)
-        return fail(
-            f"the check itself broke: {type(error).__name__}: {error}", "please report this"
-        )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import re
 import resource
-import shutil
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,19 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
-from rich.console import Console
 
-from baton.cli.checks import (
-    MIN_OPEN_FILES,
-    MIN_SHM_BYTES,
-    Finding,
-    document,
-    fail,
-    failed,
-    ok,
-    show,
-    warn,
-)
+from baton.cli import checks
+from baton.cli.checks import Check, Finding, fail, ok, warn
 from baton.core.errors import BatonError, InvalidArgument, Unavailable
 from baton.core.handover.fit import difference
 from baton.core.routing.load import WorkerDescription
@@ -201,28 +189,6 @@ def local_memory_lock(needs: Needs, limit: int | None = None) -> Finding:
             "preset gpu-rdma does), or raise the container runtime's LimitMEMLOCK",
         )
     return ok(f"{detail}; TCP and shared memory need none")
-
-
-def local_open_files(limit: int | None = None) -> Finding:
-    found = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    if found in (-1, resource.RLIM_INFINITY) or found >= MIN_OPEN_FILES:
-        return ok("no limit" if found in (-1, resource.RLIM_INFINITY) else f"limit {found}")
-    return warn(f"limit {found}", f"raise the container runtime's LimitNOFILE to {MIN_OPEN_FILES}")
-
-
-def local_shared_memory(folder: str = "/dev/shm", least: int = MIN_SHM_BYTES) -> Finding:
-    try:
-        size = shutil.disk_usage(folder).total
-    except OSError:
-        return warn(f"there is no {folder}", "mount an emptyDir with medium Memory there")
-    detail = f"{folder} has {size >> 20} MiB"
-    if size < least:
-        return warn(
-            f"{detail}; UCX moves KV between pods of a node by TCP then, and several ranks of a "
-            "worker have no room to talk",
-            "mount an emptyDir with medium Memory there; the chart does for prefill and decode",
-        )
-    return ok(detail)
 
 
 def local_infiniband(needs: Needs, folder: str = "/dev/infiniband") -> Finding:
@@ -639,14 +605,10 @@ def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
     return list(found.values())
 
 
-log = logging.getLogger(__name__)
-
 COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 VERBS = ("get", "list", "watch")
 REVIEWS = "/apis/authorization.k8s.io/v1/namespaces/{}/localsubjectaccessreviews"
 SELF_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-
-Named = tuple[str, Callable[[], Finding]]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -679,21 +641,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 if something required is missing, else 0. Raises InvalidArgument."""
-    console = Console(highlight=False, soft_wrap=True)
-    found: dict[str, Finding] = {}
-    for name, check in _checks(args):
-        found[name] = _checked(name, check)
-        if not args.json:
-            show(console, name, found[name])
-        if name == "api" and failed(found):
-            # Without the API the other checks have no data.
-            break
-    if args.json:
-        print(json.dumps(document(found), indent=2))
-    return int(failed(found))
+    # Without the API the other checks have no data.
+    return checks.report(_checks(args), as_json=args.json, needed="api")
 
 
-def _checks(args: argparse.Namespace) -> Iterator[Named]:
+def _checks(args: argparse.Namespace) -> Iterator[Check]:
     try:
         api = Api.open(args.kubeconfig)
     except Unavailable as error:
@@ -707,7 +659,7 @@ def _checks(args: argparse.Namespace) -> Iterator[Named]:
         api.close()
 
 
-def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Named]:
+def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Check]:
     needs = PRESETS[args.preset]
     namespace = args.namespace or api.namespace
     if not namespace.replace("-", "").isalnum():
@@ -739,11 +691,11 @@ def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Named]:
     yield "workers", lambda: _workers(args, seen.items)
 
 
-def _of_pod(needs: Needs, services: list[str]) -> Iterator[Named]:
+def _of_pod(needs: Needs, services: list[str]) -> Iterator[Check]:
     yield "dns", lambda: local_dns(services)
     yield "locked memory", lambda: local_memory_lock(needs)
-    yield "open files", local_open_files
-    yield "shared memory", local_shared_memory
+    yield "open files", checks.open_files
+    yield "shared memory", checks.shared_memory
     yield "rdma devices", lambda: local_infiniband(needs)
     yield "gpu driver", lambda: local_gpu_driver(needs)
 
@@ -824,16 +776,3 @@ def _component(pod: Json) -> str:
 def _selector(release: str) -> str:
     one = f"app.kubernetes.io/instance={release}" if release else "app.kubernetes.io/name=baton"
     return f"{one},app.kubernetes.io/component in ({','.join(COMPONENTS)})"
-
-
-def _checked(name: str, check: Callable[[], Finding]) -> Finding:
-    """Runs a check. An exception becomes a finding, so that the other checks still run."""
-    try:
-        return check()
-    except InvalidArgument:
-        raise
-    except BatonError as error:
-        return fail(error.message, "see whether the API can be reached")
-    except Exception as error:
-        log.debug("check %s broke", name, exc_info=True)
-        return fail(f"the check itself broke: {type(error).__name__}", "please report this")
