@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
@@ -38,7 +37,8 @@ def poisoned(folder: Path) -> TorchRunner:
     runner = TorchRunner.load(
         EngineConfig(str(folder), num_blocks=BLOCKS, swap_host_bytes=host, swap_disk_bytes=disk)
     )
-    embedding = cast(nn.Embedding, runner._network.get_input_embeddings())  # type: ignore[operator]
+    modules = runner._network.modules()
+    embedding = next(module for module in modules if isinstance(module, nn.Embedding))
     with torch.inference_mode():
         embedding.weight[POISON] = torch.nan
     return runner

@@ -51,6 +51,8 @@ ARCHS: dict[str, Callable[[], Any]] = {
         "Qwen3MoeConfig", **_BASE, **_MOE, head_dim=16, num_experts=8, norm_topk_prob=True
     ),
     "mistral": lambda: _config("MistralConfig", **_BASE, sliding_window=24, head_dim=16),
+    "ministral": lambda: _config("MinistralConfig", **_BASE, sliding_window=24, head_dim=16),
+    "seed_oss": lambda: _config("SeedOssConfig", **_BASE, head_dim=16),
     "mixtral": lambda: _config(
         "MixtralConfig", **_BASE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),

@@ -22,6 +22,7 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
     "attention": ("auto", "reference", "cpu", "triton"),
+    "decoder": ("auto", "transformers"),
     "quantize": ("none", "int8"),
     "kv_wire_dtype": ("auto", *DTYPE_BYTES),
 }
@@ -62,6 +63,8 @@ class EngineConfig:
     """Whether a row's logits do not depend on what else is in the batch; None is yes on a CPU,
     where it costs little, and no on a GPU."""
     attention: str = "auto"
+    decoder: str = "auto"
+    """auto is the fused decoder for models that it covers; transformers is their own code."""
     threads: int = 0
     """Of torch; 0 is its default."""
     max_batch: int = 64

@@ -28,6 +28,7 @@ from baton.engine.attention.interface import INTERFACE, ForwardPass, LayerArgume
 from baton.engine.config import EngineConfig
 from baton.engine.device import choose_device
 from baton.engine.digest import fetched_digest, model_digest
+from baton.engine.fused.decoder import Decoder
 from baton.engine.kv.cache import DTYPES
 from baton.engine.linear import check_int8
 
@@ -259,6 +260,9 @@ def run_network(network: nn.Module, inputs: ForwardPass) -> torch.Tensor:
 
     All caches of transformers are bypassed; positions come only from the inputs.
     """
+    if isinstance(network, Decoder):
+        decoded: torch.Tensor = network(inputs)
+        return decoded
     extra = {} if inputs.context is None else {"baton_context": inputs.context}
     output = network(
         input_ids=inputs.token_ids,
@@ -379,6 +383,8 @@ class AttentionShape:
     """Whether some layer has a soft cap."""
     sliding_layers: int = 0
     """How many look back over a window only."""
+    layers: tuple[LayerArguments, ...] = ()
+    """What each layer's attention is called with, in order."""
 
 
 def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
@@ -424,4 +430,5 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
     )
     softcap = any(call.softcap is not None for call in calls)
     sliding = sum(call.window is not None for call in calls)
-    return AttentionShape(layout, dtype, query_heads // heads, softcap, sliding)
+    in_order = tuple(sorted(calls, key=lambda call: call.layer))
+    return AttentionShape(layout, dtype, query_heads // heads, softcap, sliding, in_order)

@@ -23,6 +23,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.device import choose_device
 from baton.engine.exact import NotExact, confine, cuts
 from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
+from baton.engine.fused.decoder import Decoder, PlainOperators, take_layers
+from baton.engine.fused.recipe import NotCovered, read_recipe
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
 from baton.engine.kv.cache import KvMemory, is_lossless
 from baton.engine.kv.extents import Moved, check_plan
@@ -32,6 +34,7 @@ from baton.engine.loader import (
     AttentionShape,
     LoadedModel,
     Progress,
+    UnsupportedModel,
     load,
     probe_attention,
     run_network,
@@ -112,13 +115,14 @@ class TorchRunner:
         expected = [_eager_logits(loaded, text) for text in texts]
         wire(loaded.network)
         shape = probe_attention(loaded, config.kv_wire_dtype)
+        network = _decoder(config, loaded, shape)
         memory = size_pool(
             config,
             loaded,
             shape,
             free=free,
             total=total_bytes(loaded.device),
-            peak=lambda: _peak(config, loaded, shape),
+            peak=lambda: _peak(config, loaded, network, shape),
         )
         log.info("memory: %s", "; ".join(f"{name} {text}" for name, text in memory.lines()))
         model = replace(loaded.description, max_model_len=memory.max_model_len)
@@ -129,9 +133,9 @@ class TorchRunner:
             disk_bytes=config.swap_disk_bytes,
             folder=config.swap_folder,
         )
-        runner = cls(loaded.network, model, backend, swap_memory)
+        runner = cls(network, model, backend, swap_memory)
         runner._agree = agree or runner._agree
-        runner._prepare(config, texts, expected)
+        runner._prepare(config, loaded.network, texts, expected)
         if not is_lossless(shape.dtype, shape.layout.dtype):
             runner.not_exact_because = (
                 f"KV is kept as {shape.dtype} and handed over as {shape.layout.dtype}"
@@ -193,9 +197,16 @@ class TorchRunner:
         return run_network(self._network, self._padded(inputs))
 
     def _prepare(
-        self, config: EngineConfig, texts: list[list[int]], expected: list[torch.Tensor]
+        self,
+        config: EngineConfig,
+        own: nn.Module,
+        texts: list[list[int]],
+        expected: list[torch.Tensor],
     ) -> None:
         """Packs the weights, checks against the model's own attention, and settles exactness.
+
+        own: transformers' network, which takes the place of a fused decoder that does not give its
+        logits.
 
         What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
         quantized are checked before, because after it logits are the model's no more.
@@ -205,6 +216,13 @@ class TorchRunner:
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch
         on_gpu = self.memory.device.type == "cuda"
+        if self._network is not own:
+            try:
+                check.parity()
+                take_layers(own)
+            except UnsupportedModel as error:
+                log.error("the fused decoder is wrong here, and is not used: %s", error)
+                self._network = own
         if quantize != "none":
             check.parity()
         try:
@@ -270,12 +288,27 @@ def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
     return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], None))[0]
 
 
-def _peak(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> int:
+def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> nn.Module:
+    """The fused decoder, or transformers' own where that is configured or no recipe covers it."""
+    if config.decoder == "transformers":
+        return loaded.network
+    try:
+        recipe = read_recipe(loaded.network, shape.layers)
+    except NotCovered as reason:
+        log.info("decoder: transformers' own; %s", reason)
+        return loaded.network
+    log.info("decoder: fused")
+    return Decoder(loaded.network, recipe, PlainOperators(recipe)).eval()
+
+
+def _peak(
+    config: EngineConfig, loaded: LoadedModel, network: nn.Module, shape: AttentionShape
+) -> int:
     """Bytes that the largest step takes at most on a GPU, beside weights and KV; runs it."""
     step = largest_step(config, loaded.description.max_model_len)
     blocks = sum(count for chunk in step.chunks for _, count in chunk.extents)
     backend = open_backend(replace(config, exact=False), loaded, shape, blocks)
-    trial = TorchRunner(loaded.network, loaded.description, backend, SwapMemory(backend.memory))
+    trial = TorchRunner(network, loaded.description, backend, SwapMemory(backend.memory))
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
     SampledStep(step, trial.forward(step), trial._last)

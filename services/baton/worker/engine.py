@@ -90,6 +90,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         swap_disk_bytes=options.swap_disk_mib * MIB,
         swap_folder=options.swap_folder,
         graphs=options.graphs,
+        decoder=options.decoder,
         kv_wire_dtype=options.kv_wire_dtype,
         tokenizer_digest=tokenizer_digest,
     )

@@ -46,6 +46,12 @@ class WorkerOptions(ServingOptions):
         "none", "weights of linear layers in fewer bits", choices=("none", "int8")
     )
     graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
+    decoder: str = option(
+        "auto",
+        "what computes layers; auto: the fused decoder for models that it covers, and else "
+        "transformers' own code",
+        choices=("auto", "transformers"),
+    )
     max_model_len: int = option(
         0, "longest sequence; 0: the model's, or what the pool holds", unit="tokens", minimum=0
     )
