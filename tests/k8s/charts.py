@@ -55,10 +55,16 @@ def render(
     return [each for each in yaml.safe_load_all(text) if each]
 
 
+def stack(file: Path) -> list[Path]:
+    """The values files to give: a preset of a size comes after one of a network."""
+    return [CHART / "values-gpu-rdma.yaml", file] if file.stem == "values-gpu-70b" else [file]
+
+
 @functools.cache
 def rendered(file: Path) -> Sequence[Json]:
     """The objects of one values file, rendered once. Not to be changed."""
-    return render(file, sets=GPU_SETS if file.name.startswith("values-gpu") else ())
+    sets = GPU_SETS if file.name.startswith("values-gpu") else ()
+    return render(*stack(file), sets=sets)
 
 
 def of_kind(objects: Iterable[Json], kind: str) -> dict[str, Json]:

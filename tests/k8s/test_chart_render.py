@@ -1,4 +1,4 @@
-"""What the chart makes of values: eight files and the presets, rendered by helm; no cluster."""
+"""What the chart makes of values: its files and presets, rendered by helm; no cluster."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.k8s.charts import (
     pods,
     render,
     rendered,
+    stack,
 )
 
 pytestmark = pytest.mark.k8s
@@ -44,13 +45,14 @@ READY = {
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
-def test_there_are_eight_values_files_and_three_presets() -> None:
-    assert (len(VALUES_FILES), len(PRESETS)) == (8, 3)
+def test_there_are_nine_values_files_and_four_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (9, 4)
 
 
 @pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
 def test_lint(path: Path | None) -> None:
-    helm("lint", "--strict", str(CHART), *(("-f", str(path)) if path else ()))
+    files = stack(path) if path else []
+    helm("lint", "--strict", str(CHART), *(part for file in files for part in ("-f", str(file))))
 
 
 @every_file
@@ -162,6 +164,42 @@ def test_a_gpu_comes_with_its_image_and_its_device() -> None:
         assert added == (["IPC_LOCK"] if component in ENGINES else [])
         image = "baton-engine-gpu" if component in ENGINES else "baton-cpu"
         assert container["image"].startswith(f"{image}:")
+
+
+def test_a_large_models_ranks_have_a_gpu_each_and_time_to_load() -> None:
+    found = pods(rendered(CHART / "values-gpu-70b.yaml"))
+    for component in ENGINES:
+        container = found[component]["containers"][0]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+        assert container["resources"]["limits"]["rdma/hca_shared"] == 1, "the network's stays"
+        assert environment(found[component])["BATON_TENSOR_PARALLEL"] == "4"
+        startup = container["startupProbe"]
+        assert startup["failureThreshold"] * startup["periodSeconds"] == 3600
+
+
+def test_claimed_gpus_take_the_place_of_a_plugins() -> None:
+    objects = rendered(CHART / "ci/gpu-dra-values.yaml")
+    claims = of_kind(objects, "ResourceClaimTemplate")
+    for component, kind, count in (("prefill", "gpu", 2), ("decode", "mig", 1)):
+        pod, claim = pods(objects)[component], claims[component]
+        (named,) = pod["resourceClaims"]
+        assert named["resourceClaimTemplateName"] == claim["metadata"]["name"]
+        container = pod["containers"][0]
+        assert container["resources"]["claims"] == [{"name": named["name"]}]
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
+        assert container["image"].startswith("baton-engine-gpu:")
+        (request,) = claim["spec"]["spec"]["devices"]["requests"]
+        assert request["exactly"]["deviceClassName"] == f"{kind}.nvidia.com"
+        assert request["exactly"]["count"] == count
+
+
+def test_huge_pages_are_asked_for_and_mounted() -> None:
+    pod = pods(rendered(CHART / "ci/gpu-rdma-values.yaml"))["prefill"]
+    container = pod["containers"][0]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["hugepages-2Mi"] == "1Gi"
+    assert {"name": "hugepages", "emptyDir": {"medium": "HugePages-2Mi"}} in pod["volumes"]
+    assert {"name": "hugepages", "mountPath": "/dev/hugepages"} in container["volumeMounts"]
 
 
 def test_a_model_is_fetched_to_where_the_process_looks() -> None:

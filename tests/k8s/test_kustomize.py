@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import gen_manifests as generator
-from tests.k8s.charts import CHART, COMPONENTS, ENGINES, environment, of_kind, pods, render
+from tests.k8s.charts import CHART, COMPONENTS, ENGINES, environment, of_kind, pods, render, stack
 from tests.k8s.cluster import Cluster
 
 pytestmark = pytest.mark.k8s
@@ -26,6 +26,7 @@ K8S = generator.ROOT / "deploy/k8s"
 OVERLAYS = {
     "cpu": (),
     "gpu-rdma": ("model.hub.id=Qwen/Qwen3-8B", "auth.keysSecret=baton-keys"),
+    "gpu-70b": ("model.hub.id=Qwen/Qwen3-8B", "auth.keysSecret=baton-keys"),
 }
 """What each one's preset leaves to the user, and its settings.yaml says."""
 TIMEOUT_S = 120.0
@@ -70,8 +71,8 @@ def test_the_base_is_what_the_chart_makes() -> None:
 @every_overlay
 def test_an_overlay_is_what_its_preset_makes(overlay: str) -> None:
     ours = comparable(kustomize(K8S / "overlays" / overlay))
-    preset = CHART / f"values-{overlay}.yaml"
-    charts = comparable(render(preset, sets=OVERLAYS[overlay], release=generator.RELEASE))
+    files = stack(CHART / f"values-{overlay}.yaml")
+    charts = comparable(render(*files, sets=OVERLAYS[overlay], release=generator.RELEASE))
     assert set(ours) == set(charts)
     for name, each in charts.items():
         assert ours[name] == each, name
@@ -142,9 +143,9 @@ def test_a_real_api_server_takes_it_in_any_namespace(
         assert f"deployment.apps/baton-{component} serverside-applied" in said
 
 
-@every_overlay
-def test_a_real_api_server_takes_its_namespace(overlay: str) -> None:
-    found = kustomize(K8S / "prerequisites" / overlay)
+@pytest.mark.parametrize("folder", ["cpu", "gpu-rdma"])
+def test_a_real_api_server_takes_its_namespace(folder: str) -> None:
+    found = kustomize(K8S / "prerequisites" / folder)
     (namespace,) = [each for each in found if each["kind"] == "Namespace"]
     assert namespace["metadata"]["name"] == "baton"
     Cluster("default").run(

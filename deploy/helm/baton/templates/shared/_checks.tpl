@@ -81,11 +81,27 @@
 {{- if and $c.gpu.count (contains "engine-cpu" (include "baton.repository" .)) -}}
 {{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .component (int $c.gpu.count) .component $c.image.repository) -}}
 {{- end -}}
+{{- $ranks := int ($c.config.tensor_parallel | default 1) -}}
+{{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config.tensor_parallel is %d: each rank computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
+{{- end -}}
+{{- if and (gt (int $c.gpu.count) 1) (or (contains "/mig-" $c.gpu.resource) (and $c.gpu.dra.enabled (hasPrefix "mig." $c.gpu.dra.deviceClassName))) -}}
+{{- fail (printf "%s.gpu.count is %d, of MIG slices: ranks cannot add up their results between slices. Have one slice a pod, and more pods." .component (int $c.gpu.count)) -}}
+{{- end -}}
+{{- if and $c.gpu.dra.enabled (not $c.gpu.count) -}}
+{{- fail (printf "%s.gpu.dra.enabled needs %s.gpu.count: how many devices to claim." .component .component) -}}
+{{- end -}}
+{{- if and $c.gpu.dra.enabled (semverCompare "<1.33-0" .root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.gpu.dra.enabled takes Kubernetes 1.33 or newer, and this is %s." .component .root.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if ne (empty $c.hugepages.size) (empty $c.hugepages.amount) -}}
+{{- fail (printf "%s.hugepages.size and %s.hugepages.amount belong together: say both, or neither." .component .component) -}}
+{{- end -}}
 {{- if and $c.gpu.count (eq ($c.config.device | default "auto") "cpu") -}}
 {{- fail (printf "%s.gpu.count is %d, but %s.config.device is cpu: the GPU would idle." .component (int $c.gpu.count) .component) -}}
 {{- end -}}
-{{- if and (not $c.gpu.count) (eq ($c.config.device | default "auto") "cuda") -}}
-{{- fail (printf "%s.config.device is cuda, but %s.gpu.count is 0." .component .component) -}}
+{{- if and (not $c.gpu.count) (not (has ($c.config.device | default "auto") (list "auto" "cpu"))) -}}
+{{- fail (printf "%s.config.device is %s, but %s.gpu.count is 0." .component $c.config.device .component) -}}
 {{- end -}}
 {{- if and $c.rdma.enabled (eq (include "baton.kvNetwork" .root) "local") -}}
 {{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .component) -}}

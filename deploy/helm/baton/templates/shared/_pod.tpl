@@ -35,13 +35,21 @@ capabilities:
 {{- $r := deepCopy $c.resources -}}
 {{- if include "baton.isEngine" . -}}
 {{- $devices := dict -}}
-{{- if $c.gpu.count }}{{ $_ := set $devices $c.gpu.resource $c.gpu.count }}{{ end -}}
+{{- if and $c.gpu.count (not $c.gpu.dra.enabled) }}{{ $_ := set $devices $c.gpu.resource $c.gpu.count }}{{ end -}}
+{{- with $c.hugepages.size }}{{ $_ := set $devices (printf "hugepages-%s" .) $c.hugepages.amount }}{{ end -}}
 {{- if $c.rdma.enabled }}{{ $_ := set $devices $c.rdma.resource $c.rdma.count }}{{ end -}}
 {{- if $devices -}}
 {{- $r = mergeOverwrite $r (dict "limits" $devices) (dict "requests" $devices) -}}
 {{- end -}}
+{{- if include "baton.claimsGpus" . }}{{ $_ := set $r "claims" (list (dict "name" "gpus")) }}{{ end -}}
 {{- end -}}
 {{- toYaml $r }}
+{{- end }}
+
+{{/* Whether a component's GPUs come by dynamic resource allocation. */}}
+{{- define "baton.claimsGpus" -}}
+{{- $c := index .root.Values .component -}}
+{{- if and (include "baton.isEngine" .) $c.gpu.count $c.gpu.dra.enabled }}true{{ end }}
 {{- end }}
 
 {{/*
@@ -98,6 +106,11 @@ livenessProbe:
   emptyDir:
     medium: Memory
     sizeLimit: {{ $c.shm.sizeLimit }}
+{{- with $c.hugepages.size }}
+- name: hugepages
+  emptyDir:
+    medium: HugePages-{{ . }}
+{{- end }}
 {{- end }}
 {{- if ne .component "router" }}
 {{- include "baton.model.volumes" . }}
@@ -132,6 +145,10 @@ livenessProbe:
 {{- if include "baton.isEngine" . }}
 - name: shm
   mountPath: /dev/shm
+{{- if $c.hugepages.size }}
+- name: hugepages
+  mountPath: /dev/hugepages
+{{- end }}
 {{- end }}
 {{- if ne .component "router" }}
 {{- include "baton.model.mounts" . }}
@@ -213,6 +230,11 @@ spec:
   {{- end }}
   {{- with $c.runtimeClassName }}
   runtimeClassName: {{ . }}
+  {{- end }}
+  {{- if include "baton.claimsGpus" . }}
+  resourceClaims:
+    - name: gpus
+      resourceClaimTemplateName: {{ include "baton.componentName" . }}-gpus
   {{- end }}
   {{- with $c.nodeSelector }}
   nodeSelector:
