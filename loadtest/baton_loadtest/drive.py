@@ -360,14 +360,15 @@ class Events:
         self.failed = False
         """Whether an event was an error or malformed."""
         self._on_tokens = on_tokens
-        self._unread = b""
+        self.unread = b""
+        """The beginning of the next event."""
 
     def feed(self, part: bytes) -> None:
         """Processes the next part of the body, which may be split anywhere."""
-        unread = self._unread + part if self._unread else part
-        *events, self._unread = unread.replace(b"\r\n", b"\n").split(b"\n\n")
-        if len(self._unread) > LONGEST_EVENT:
-            self.failed, self._unread = True, b""
+        unread = self.unread + part if self.unread else part
+        *events, self.unread = unread.replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self.unread) > LONGEST_EVENT:
+            self.failed, self.unread = True, b""
         for event in events:
             if event.startswith(b"data:"):
                 self._read(event[5:].strip())

@@ -67,7 +67,7 @@ def read(path: Path, *, skip_broken: bool = False) -> Trace:
             first = file.readline().strip()
             file.seek(0)
             if first.startswith("{"):
-                found = _each(_lines(file), _mooncake)
+                found = _each(_lines(file), mooncake)
             elif first.removeprefix("\ufeff").split(",")[: len(_COLUMNS)] == list(_COLUMNS):
                 found = _each(_rows(file), _azure)
             else:
@@ -114,7 +114,7 @@ def _rows(file: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
     return ((rows.line_num, row) for row in rows if row)
 
 
-def _mooncake(line: str) -> Recorded:
+def mooncake(line: str) -> Recorded:
     try:
         said = json.loads(line)
     except (ValueError, RecursionError):

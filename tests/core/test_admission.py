@@ -47,7 +47,7 @@ def admission(
 ) -> Admission:
     return Admission(
         AdmissionLimits(max_requests, MAX_TOKENS, max_queue_s=2.0),
-        queue or FairQueue(max_tokens=10**6, max_entries=1000),
+        FairQueue(max_tokens=10**6, max_entries=1000) if queue is None else queue,
         drain or DrainRate(),
         jitter=lambda: 0.5,
     )
@@ -161,9 +161,12 @@ def refused(
     return caught.value
 
 
-def waiting(tokens: int, tenant: str = "free", rate: float = 100.0) -> Admission:
+def waiting(
+    tokens: int, tenant: str = "free", rate: float = 100.0, queue: FairQueue[Any] | None = None
+) -> Admission:
     """With so many tokens of a tenant in a queue that drains at a rate."""
-    queue: FairQueue[Any] = FairQueue(max_tokens=10**6, max_entries=1000)
+    if queue is None:
+        queue = FairQueue(max_tokens=10**6, max_entries=1000)
     drain = DrainRate()
     drain.waiting(0.0, 1)
     for step in range(1, 21):
@@ -203,9 +206,10 @@ def test_a_precheck_refuses_nothing_that_would_be_enter(
     wanted: tuple[int, int],
     kv_tokens: int | None,
 ) -> None:
-    busy = waiting(1)
+    queue: FairQueue[Any] = FairQueue(max_tokens=10**6, max_entries=1000)
+    busy = waiting(1, queue=queue)
     for name, tokens in queued:
-        busy._queue.add(Entry(None, name, 1.0, 0, tokens, 0.0))
+        queue.add(Entry(None, name, 1.0, 0, tokens, 0.0))
     outlook = FleetState(kv_tokens=kv_tokens)
     asked = ask(TENANTS[tenant], priority=priority, least_tokens=wanted[0], most_tokens=400)
     refused_anyway = False
@@ -243,9 +247,10 @@ def test_those_that_are_being_encoded_count_as_if_they_waited() -> None:
 
 def test_who_was_let_in_is_kept_unless_the_wait_is_too_long_for_certain() -> None:
     for tokens, kept in ((300, True), (500, False)):
-        busy = waiting(100)
+        queue: FairQueue[Any] = FairQueue(max_tokens=10**6, max_entries=1000)
+        busy = waiting(100, queue=queue)
         grant = enter(busy, ask(), NOWHERE, 100.0, 0.0)
-        busy._queue.add(Entry(None, "free", 1.0, 0, tokens - 100, 0.0))
+        queue.add(Entry(None, "free", 1.0, 0, tokens - 100, 0.0))
         assert refused(busy, ask()).limit is Limit.WAIT
         if kept:
             grant.settle(40, 20, NOWHERE, 100.0, 0.0)

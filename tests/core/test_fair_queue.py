@@ -84,7 +84,7 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.queue.tokens <= MAX_TOKENS or len(bounded) == 1
         assert sorted(e.number for e in self.queue) == sorted(e.number for e in self.inside)
         if not self.inside:
-            assert not self.queue._classes
+            assert not self.queue.classes
 
 
 FairQueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)

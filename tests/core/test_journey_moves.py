@@ -46,9 +46,8 @@ def test_a_choice_that_is_migrated_out_goes_on_before_its_newest_token() -> None
 
 
 def test_a_move_that_fails_counts_for_nothing() -> None:
-    request_state, _ = decoding()
+    request_state, before = decoding()
     for number in range(1, 20, 2):
-        (before,) = [r for r in request_state._runs.values()]
         assert request_state.migrated_out(before.attempt.attempt, 0, 2)
         (moved,) = request_state.next_attempts()
         request_state.placed(number, {Phase.DECODE})
@@ -61,6 +60,7 @@ def test_a_move_that_fails_counts_for_nothing() -> None:
         assert again.attempt.token_ids == (*PROMPT, 10, 11)
         request_state.placed(number + 1, BOTH)
         request_state.kv_complete(number + 1)
+        before = again
 
 
 def test_giving_away_what_has_ended_or_is_incomplete() -> None:

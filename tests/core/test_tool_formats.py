@@ -185,5 +185,4 @@ def test_memory_is_bounded(form: str) -> None:
     for piece in ['<tool_call>{"arguments": {"', "[TOOL_CALLS]", '{"arguments": {"', " ", "a", "<"]:
         for _ in range(40):
             answer.feed(piece * 100)
-            held = len(answer._text._text) + len(answer._content._held)
-            assert held < MAX_KEPT + 100 * len(piece) + 200
+            assert answer.num_kept < MAX_KEPT + 100 * len(piece) + 200

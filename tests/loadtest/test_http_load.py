@@ -152,4 +152,4 @@ def test_an_event_that_is_none(data: bytes) -> None:
 def test_an_event_without_end_is_not_kept() -> None:
     events = Events(lambda ids, count: None)
     events.feed(b"x" * (LONGEST_EVENT + 1))
-    assert events.failed and not events._unread
+    assert events.failed and not events.unread

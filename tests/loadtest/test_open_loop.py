@@ -55,7 +55,7 @@ def test_waiting_in_this_process_counts() -> None:
 
     def freeze(number: int) -> None:
         if number == 10:
-            loop._virtual.now += 1.5
+            loop.virtual.now += 1.5
 
     run = virtually(ModelClient(before=freeze), even(10, 4), loop=loop)
     summary = Summary(run, Objectives())

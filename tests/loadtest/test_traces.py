@@ -109,4 +109,4 @@ def test_what_is_written_is_read(prompt: int, output: int, at_ms: int) -> None:
     line = json.dumps(
         {"timestamp": at_ms, "input_length": prompt, "output_length": output, "hash_ids": blocks}
     )
-    assert traces._mooncake(line) == Recorded(at_ms / 1000, prompt, output, tuple(blocks))
+    assert traces.mooncake(line) == Recorded(at_ms / 1000, prompt, output, tuple(blocks))

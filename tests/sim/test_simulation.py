@@ -123,8 +123,10 @@ def resume_from_the_start() -> AbstractContextManager[Any]:
 
 
 def keep_in_quarantine() -> AbstractContextManager[Any]:
+    entered = Quarantine.entered
+
     def for_ever(quarantine: Quarantine, instance_ids: Any) -> AbstractContextManager[None]:
-        quarantine._taken.update(instance_ids)
+        entered(quarantine, instance_ids).__enter__()
         return nullcontext()
 
     return mock.patch.object(Quarantine, "entered", for_ever)

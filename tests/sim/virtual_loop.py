@@ -39,12 +39,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Times are virtual seconds."""
 
     def __init__(self) -> None:
-        self._virtual = _Clock()
-        super().__init__(self._virtual)
+        self.virtual = _Clock()
+        super().__init__(self.virtual)
         self._clock_resolution = 1e-6
 
     def time(self) -> float:
-        return self._virtual.now
+        return self.virtual.now
 
     def _write_to_self(self) -> None:
         """Nobody sleeps who would have to be woken."""

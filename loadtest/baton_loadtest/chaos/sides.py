@@ -85,12 +85,13 @@ class Pool:
     def __init__(self, positions: int, bytes_per_position: int) -> None:
         self._size, self._margin = bytes_per_position, positions * bytes_per_position
         self._clean = bytes([CANARY]) * (3 * self._margin)
-        self._memory = bytearray(self._clean)
+        self.memory = bytearray(self._clean)
+        """The room between its two guards."""
         self._unpacked: set[int] = set()
 
     async def unpack(self, first_position: int, count: int, payload: memoryview) -> None:
         start = self._margin + first_position * self._size
-        self._memory[start : start + count * self._size] = payload
+        self.memory[start : start + count * self._size] = payload
         self._unpacked.update(range(first_position, first_position + count))
 
     @property
@@ -106,7 +107,7 @@ class Pool:
 
     def num_changed(self) -> int:
         """Returns the number of bytes that changed without being unpacked."""
-        left = bytearray(self._memory)
+        left = bytearray(self.memory)
         for position in self._unpacked:
             start = self._margin + position * self._size
             left[start : start + self._size] = self._clean[: self._size]
@@ -114,16 +115,16 @@ class Pool:
 
     def contents(self) -> bytes:
         """Returns the current contents."""
-        return bytes(self._memory)
+        return bytes(self.memory)
 
     def clear(self) -> None:
         """Must not be called while data is unpacked."""
-        self._memory[:] = self._clean
+        self.memory[:] = self._clean
         self._unpacked.clear()
 
     def _at(self, position: int) -> bytes:
         start = self._margin + position * self._size
-        return bytes(self._memory[start : start + self._size])
+        return bytes(self.memory[start : start + self._size])
 
 
 def differing(one: bytes | bytearray | memoryview, other: bytes | bytearray | memoryview) -> int:
@@ -153,7 +154,7 @@ class WatchedRing(StagingPool):
 class Guarded:
     """A pool between two guards of the same size, which detect wrong writes.
 
-    adjacent: how many guards are directly next to the pool. The system maps memory of equal size
+    above, below: the guards. adjacent: how many guards are directly next to the pool. The system maps memory of equal size
     one below the other unless a gap fits; so gaps are filled until it does.
     """
 
@@ -164,16 +165,16 @@ class Guarded:
         self._before: dict[int, bytes] = {}
         fillers = []
         for _ in range(TRIES):
-            self._above = mmap.mmap(-1, size)
+            self.above = mmap.mmap(-1, size)
             self.ring = WatchedRing(num_buffers, buffer_bytes)
-            self._below = mmap.mmap(-1, size)
+            self.below = mmap.mmap(-1, size)
             self.adjacent = sum(
                 _address(guard) - self.ring.base_address == distance
                 for guard, distance in zip(self._guards, (size, -size), strict=True)
             )
             if self.adjacent == 2:
                 break
-            fillers.append((self._above, self.ring, self._below))
+            fillers.append((self.above, self.ring, self.below))
         for _, ring, _ in fillers:
             ring.close()
         for guard in self._guards:
@@ -181,7 +182,7 @@ class Guarded:
 
     @property
     def _guards(self) -> tuple[mmap.mmap, mmap.mmap]:
-        return self._above, self._below
+        return self.above, self.below
 
     def clear(self) -> None:
         """Fills all buffers with a pattern. All of them must be free."""

@@ -477,7 +477,7 @@ class BatchClient:
         self._draw = draw
         self._window = RequestWindow(limits.concurrency)
         self._freed = asyncio.Event()
-        self._away_since: float | None = -math.inf
+        self.away_since: float | None = -math.inf
         """None while the server can be reached. There is no waiting for one never reached."""
 
     async def run(self, tasks: Iterator[Task]) -> None:
@@ -529,7 +529,7 @@ class BatchClient:
         answered = False
         try:
             said = await self._client.post(task.route, task.body, self._limits.request_s)
-            self._away_since = None
+            self.away_since = None
             answered = said.status not in FAILURES
             if said.status == UNKNOWN_KEY:
                 raise Unauthenticated("is not accepted there", field="api_key")
@@ -559,9 +559,9 @@ class BatchClient:
 
     async def _wait_for_server(self) -> None:
         now = time.monotonic()
-        if self._away_since is None:
-            self._away_since = now
-        if now - self._away_since > self._limits.away_s:
+        if self.away_since is None:
+            self.away_since = now
+        if now - self.away_since > self._limits.away_s:
             raise Unavailable(f"nothing listens on {self._client.address}")
         await asyncio.sleep(KNOCK_S)
 

@@ -108,7 +108,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 return
             match request.WhichOneof("message"):
                 case "start":
-                    self._start(session, request.start)
+                    self.start_sequence(session, request.start)
                 case "cancel":
                     key = AttemptKey(request.cancel.request_id, request.cancel.attempt)
                     self._service.cancel(session, key, request.cancel.choices)
@@ -123,7 +123,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     # A newer router may send messages that this version does not know.
                     log.debug("a message of an unknown kind on a session")
 
-    def _start(self, session: RouterSession, start: pb.StartSequence) -> None:
+    def start_sequence(self, session: RouterSession, start: pb.StartSequence) -> None:
         try:
             attempt = attempt_from_proto(start.attempt)
             source = _source(start, attempt)

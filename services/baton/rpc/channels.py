@@ -216,6 +216,9 @@ class Channels:
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}
         self._closed = False
 
+    def __len__(self) -> int:
+        return len(self._channels)
+
     def get(self, target: str, role: str = "") -> grpc.aio.Channel:
         """The channel to "host:port". It connects on first use and reconnects by itself.
 

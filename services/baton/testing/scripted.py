@@ -519,7 +519,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         async for request in requests:
             match request.WhichOneof("message"):
                 case "start":
-                    self._start(request.start)
+                    self.begin(request.start)
                 case "cancel":
                     key = AttemptKey(request.cancel.request_id, request.cancel.attempt)
                     self.cancels.append((key, tuple(request.cancel.choices)))
@@ -532,7 +532,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
                         if running is not None:
                             running.confirmed[entry.choice] = entry.position
 
-    def _start(self, start: decode_pb2.StartSequence) -> None:
+    def begin(self, start: decode_pb2.StartSequence) -> None:
         attempt = attempt_from_proto(start.attempt)
         self.starts.append(attempt)
         try:

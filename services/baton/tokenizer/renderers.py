@@ -155,7 +155,8 @@ class Renderers:
     """CPU time that one chat may take."""
     max_characters: int
     """The longest text of one chat."""
-    _idle: list[_Renderer] = field(default_factory=list)
+    idle: list[_Renderer] = field(default_factory=list)
+    """The processes that render nothing now."""
 
     def try_setup(self, setup: Setup) -> None:
         """Raises InvalidArgument (`template`) for a broken template."""
@@ -167,8 +168,8 @@ class Renderers:
         return self._ask(setup, chat)
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().child.end()
+        while self.idle:
+            self.idle.pop().child.end()
 
     def _ask(self, setup: Setup, chat: ChatPrompt | None) -> Reply:
         renderer = self._free()
@@ -177,7 +178,7 @@ class Renderers:
         answer = renderer.child.ask(line, _SLACK_S + _CLOCK_PER_CPU * self.cpu_s)
         if answer is None:
             raise _said_by(renderer.child)
-        self._idle.append(renderer)
+        self.idle.append(renderer)
         reply = _decode(answer)
         if reply.message:
             if reply.field == "template":  # the process has no template now
@@ -186,8 +187,8 @@ class Renderers:
         return reply
 
     def _free(self) -> _Renderer:
-        while self._idle:
-            renderer = self._idle.pop()
+        while self.idle:
+            renderer = self.idle.pop()
             if renderer.child.code is None:
                 return renderer
             renderer.child.end()

@@ -112,7 +112,7 @@ async def test_a_server_that_comes_back_is_waited_for() -> None:
         made = BatchClient(client, Limits(attempts=1, away_s=60.0), outcomes.append)
         await made.run(iter([Task(0, "0", "/v1/completions", b"{}")]))
     running = asyncio.create_task(made.run(iter([Task(1, "1", "/v1/completions", b"{}")])))
-    await until(lambda: made._away_since is not None)
+    await until(lambda: made.away_since is not None)
     port = split(where.address, "http")[1]
     async with serving(lambda _, body: answer(200, body), port=port):
         await running

@@ -76,7 +76,7 @@ def test_a_pool_tells_what_it_was_not_given() -> None:
     asyncio.run(pool.unpack(1, 2, memoryview(kv_of(one, 1, 8) + kv_of(one, 2, 8))))
     assert (pool.num_unpacked, pool.num_wrong(one), pool.num_changed()) == (2, 0, 0)
     assert pool.num_wrong(bytes([1]) * 16) == 2
-    pool._memory[5] ^= 1
+    pool.memory[5] ^= 1
     assert pool.num_changed() == 1
 
 
@@ -89,7 +89,7 @@ def test_guards_lie_next_to_the_ring_and_tell_what_was_written() -> None:
     buffer.view[0] = 0
     assert guarded.num_changed() == 0
     guarded.ring.view(buffer.index + 1)[9] = 0
-    guarded._above[0] = guarded._below[-1] = 0
+    guarded.above[0] = guarded.below[-1] = 0
     assert guarded.num_changed() == 3
     guarded.snapshot()
     buffer.view[1] = 0

@@ -105,7 +105,7 @@ def test_whatever_a_start_holds_the_stream_stays(data: st.DataObject) -> None:
     told = _Told()
     servicer = servicer_module.DecodeServicer(told, None, None)  # type: ignore[arg-type]
     session = RouterSession("router")
-    servicer._start(session, start)
+    servicer.start_sequence(session, start)
     assert told.started or session.has_news
 
 

@@ -12,7 +12,7 @@ from baton.core.kvcache.block_pool import Extents
 from baton.core.routing.load import WorkerState
 from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from baton.rpc.convert import choice_tokens_from_proto
-from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, counter
+from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, REGISTRY
 from baton.testing.fake_runner import FakeRunner
 from baton.transfer import nixl
 from baton.v1 import prefill_pb2
@@ -36,8 +36,8 @@ def firsts(answer: prefill_pb2.RunResponse) -> dict[int, list[int]]:
 
 
 def counted() -> tuple[float, float]:
-    computed, cached = counter(PREFILL_TOKENS), counter(CACHED_TOKENS)
-    return computed._value.get(), cached._value.get()
+    computed, cached = map(REGISTRY.get_sample_value, (PREFILL_TOKENS.name, CACHED_TOKENS.name))
+    return computed or 0.0, cached or 0.0
 
 
 async def code_of(call: object) -> grpc.StatusCode:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.admission.fair_queue import Entry
+from baton.core.admission.fair_queue import DrainRate, Entry
 from baton.core.admission.tenant_budgets import Limit, Refusal
 from baton.core.admission.tenants import Tenant
 from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
@@ -140,14 +140,14 @@ async def test_all_that_waited_count_towards_the_drain(
     await until(lambda: len(world.decodes[0].starts) == 2)
     waiting = ask(world, A, A, A, A)
     await until(lambda: len(world.pipeline.gate.queue) == 4)
-    drain, counted = world.pipeline.gate._drain, []
-    left = drain.left
+    counted: list[float] = []
+    left = DrainRate.left
 
-    def count(tokens: float, now: float) -> None:
+    def count(drain: DrainRate, tokens: float, now: float) -> None:
         counted.append(tokens)
-        left(tokens, now)
+        left(drain, tokens, now)
 
-    monkeypatch.setattr(drain, "left", count)
+    monkeypatch.setattr(DrainRate, "left", count)
     world.decodes[0].stepping.set()
     await asyncio.gather(*running, *waiting)
     assert len(counted) == 4

@@ -269,7 +269,7 @@ async def test_every_grpc_route_counts_requests(world: World, name: str) -> None
 async def test_callers_of_grpc_without_names_share_by_their_addresses(world: World) -> None:
     await with_a_slow_tokenizer(world)
     long = pb.GenerateRequest(text="x" * (1 << 16))
-    inputs = world.pipeline.gate._admission.input_bytes
+    inputs = world.pipeline.gate.admission.input_bytes
     async with grpc_routes(world, OpenAuthenticator()) as routes:
         call = routes["Generate"][0](long, timeout=20)
         await until(lambda: world.tokenizers[0].num_slow == 1)

@@ -338,9 +338,9 @@ async def test_every_role_is_where_its_option_says() -> None:
         RouterConfig(tokenizers=(ONE,), decodes=(TWO,), prefills=("dns:///localhost:7",)).places
     )
     for role, expected in (("tokenizer", {ONE}), ("decode", {TWO}), ("detokenizer", set())):
-        async with watching(discovery._source(role)) as told:
+        async with watching(discovery.source(role)) as told:
             assert await anext(told) == expected
-    async with watching(discovery._source("prefill")) as told:
+    async with watching(discovery.source("prefill")) as told:
         assert "127.0.0.1:7" in await anext(told)
 
 

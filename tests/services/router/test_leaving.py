@@ -109,7 +109,7 @@ async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> No
         late = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await until(lambda: leaver.pipeline.num_requests == 3)
         assert (await client.get("/health")).status_code == 503
-        await until(lambda: leaver.pipeline._draining)
+        await until(lambda: leaver.pipeline.draining)
         refused = await client.post("/v1/completions", json=BODY)
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"

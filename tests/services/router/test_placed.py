@@ -53,13 +53,13 @@ async def test_a_prompt_counts_on_decode_until_it_is_computed_there(
     pool, decode = world.fleet.decodes, world.decodes[0]
     decode.stepping.clear()
     seen: list[tuple[int, int]] = []
-    start = decode._start
+    start = decode.begin
 
     def started(message: Any) -> None:
         seen.append(on(pool))
         start(message)
 
-    monkeypatch.setattr(decode, "_start", started)
+    monkeypatch.setattr(decode, "begin", started)
     asked = asyncio.create_task(world.ask(REQUEST))
     await until(lambda: bool(seen))
     assert seen == [(2, TOKENS)]

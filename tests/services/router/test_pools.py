@@ -42,7 +42,7 @@ async def test_a_worker_that_is_listed_no_more_goes_on_until_it_is_gone(world: W
     await until(lambda: in_state(world))
     assert decodes(world).links == {}
     assert world.channels is not None
-    assert len(world.channels._channels) == 3, "the channel is given up with its worker"
+    assert len(world.channels) == 3, "the channel is given up with its worker"
 
 
 async def test_what_discovery_forgets_for_a_moment_changes_nothing(world: World) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from baton.core.errors import Internal, InvalidArgument, Overloaded
 from baton.core.request.request import Grammar, GrammarKind
+from baton.tokenizer import grammar_checker
 from baton.tokenizer.grammar_checker import Checker
 from tests.grammar.answering import BUNDLED
 
@@ -111,9 +112,9 @@ async def test_whoever_leaves_takes_the_process_along(checker: Checker) -> None:
     await checker.check(GOOD)
 
 
-async def test_too_many_at_once_are_refused() -> None:
+async def test_too_many_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checker, "MAX_WAITING", 0)
     checker = Checker(BUNDLED, (), cpu_s=0.3, num_processes=1)
-    checker._max_asked = 1
     first = asyncio.create_task(checker.check(GOOD))
     await asyncio.sleep(0)
     with pytest.raises(Overloaded):

@@ -111,7 +111,7 @@ def test_neighbours_are_rendered_meanwhile(bounded: Renderers) -> None:
             stop.set()
         assert throwing.result() > 0
     # As many as threads that rendered at once.
-    assert len(bounded._idle) <= 2
+    assert len(bounded.idle) <= 2
 
 
 @pytest.mark.deep
@@ -183,4 +183,4 @@ def test_what_a_client_brings_is_kept_from_the_models_processes(
         before = set(running())
         encoded(encoder, ChatPrompt(MESSAGES, template="theirs"))
         encoded(encoder, ChatPrompt(MESSAGES))
-        assert set(running()) >= before and len(own._idle) == 1
+        assert set(running()) >= before and len(own.idle) == 1

@@ -75,7 +75,8 @@ class FairQueue(Generic[T]):
         self._max_tokens = max_tokens
         self._max_entries = max_entries
         self._quantum = quantum
-        self._classes: dict[tuple[bool, int], _Class[T]] = {}
+        self.classes: dict[tuple[bool, int], _Class[T]] = {}
+        """Only those that have entries."""
         self._next_number = 0
         self._num_entries = 0
         self.tokens = 0
@@ -87,18 +88,18 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[Entry[T]]:
         """Iterates by class; the order within a class is unspecified."""
-        for key in sorted(self._classes):
-            for entries in self._classes[key].entries.values():
+        for key in sorted(self.classes):
+            for entries in self.classes[key].entries.values():
                 yield from entries
 
     def __contains__(self, entry: Entry[T]) -> bool:
-        class_ = self._classes.get(entry.class_)
+        class_ = self.classes.get(entry.class_)
         return class_ is not None and entry in class_.entries.get(entry.tenant, ())
 
     def has_room(self, tenant: str, tokens: int) -> bool:
         """Whether one more entry of the tenant, not resumed, is within the bounds."""
         own_entries = own_tokens = 0
-        for key, class_ in self._classes.items():
+        for key, class_ in self.classes.items():
             if key[0]:
                 own_entries += len(class_.entries.get(tenant, ()))
                 own_tokens += class_.tokens.get(tenant, 0)
@@ -112,7 +113,7 @@ class FairQueue(Generic[T]):
     def add(self, entry: Entry[T]) -> None:
         """Adds an entry. The caller checks `has_room` first."""
         entry.number, self._next_number = self._next_number, self._next_number + 1
-        class_ = self._classes.setdefault(entry.class_, _Class(self._quantum))
+        class_ = self.classes.setdefault(entry.class_, _Class(self._quantum))
         class_.deficits.join(entry.tenant, entry.weight)
         insort(class_.entries.setdefault(entry.tenant, []), entry, key=lambda e: e.rank)
         class_.tokens[entry.tenant] = class_.tokens.get(entry.tenant, 0) + entry.tokens
@@ -123,7 +124,7 @@ class FairQueue(Generic[T]):
         queued."""
         if entry not in self:
             raise ValueError("this entry does not wait here")
-        class_ = self._classes[entry.class_]
+        class_ = self.classes[entry.class_]
         entries = class_.entries[entry.tenant]
         entries.remove(entry)
         class_.tokens[entry.tenant] -= entry.tokens
@@ -134,20 +135,20 @@ class FairQueue(Generic[T]):
             del class_.entries[entry.tenant], class_.tokens[entry.tenant]
             class_.deficits.leave(entry.tenant)
         if not class_.entries:
-            del self._classes[entry.class_]
+            del self.classes[entry.class_]
 
     def heads(self) -> list[Entry[T]]:
         """Returns the first entry of every tenant in every class, in the order of service."""
         return [
             class_.entries[tenant][0]
-            for _, class_ in sorted(self._classes.items(), key=lambda item: item[0])
+            for _, class_ in sorted(self.classes.items(), key=lambda item: item[0])
             for tenant in class_.deficits.order()
         ]
 
     def settle(self, tenant: str, priority: int, unused: int) -> None:
         """Corrects the charge of a served entry, which used this many tokens fewer (negative:
         more)."""
-        class_ = self._classes.get((True, priority))
+        class_ = self.classes.get((True, priority))
         if class_ is None:
             return
         if unused >= 0:
@@ -159,7 +160,7 @@ class FairQueue(Generic[T]):
         """Estimates the tokens that would be served before a new entry of the tenant: all better
         classes, the tenant's own entries, and what the weights of the other tenants let them have
         meanwhile."""
-        class_ = self._classes.get((True, priority))
+        class_ = self.classes.get((True, priority))
         own = 0 if class_ is None else class_.tokens.get(tenant, 0)
         return self._ahead((True, priority), tenant, weight, own)
 
@@ -172,7 +173,7 @@ class FairQueue(Generic[T]):
         time of an entry.
         """
         found = []
-        for key, class_ in self._classes.items():
+        for key, class_ in self.classes.items():
             if not key[0]:
                 continue
             for tenant, entries in class_.entries.items():
@@ -187,8 +188,8 @@ class FairQueue(Generic[T]):
 
     def _ahead(self, key: tuple[bool, int], tenant: str, weight: float, own: float) -> float:
         """own: tokens of the tenant's own class that precede the entry."""
-        total = own + sum(sum(c.tokens.values()) for k, c in self._classes.items() if k < key)
-        class_ = self._classes.get(key)
+        total = own + sum(sum(c.tokens.values()) for k, c in self.classes.items() if k < key)
+        class_ = self.classes.get(key)
         if class_ is None:
             return total
         for other, tokens in class_.tokens.items():

@@ -53,6 +53,10 @@ class AnswerText:
         self._kept_from: int | None = None
         self._ended = False
 
+    def __len__(self) -> int:
+        """Number of characters in memory, read or not."""
+        return len(self._text)
+
     def add(self, piece: str) -> None:
         done = self._at if self._kept_from is None else self._kept_from
         self._text = self._text[done:] + piece
@@ -183,28 +187,29 @@ class Trimmed:
 
     def __init__(self, characters: str) -> None:
         self._characters = characters
-        self._held = ""
+        self.held = ""
+        """The white space that is held back."""
         self._ready: list[str] = []
         self.spoken = False
         """Whether any character other than white space was added since `drop`."""
 
     def add(self, text: str) -> None:
-        text = self._held + text
+        text = self.held + text
         kept = text.rstrip(self._characters)
         self.spoken = self.spoken or bool(kept)
         cut = max(len(kept), len(text) - MAX_SPACE)
-        self._held = text[cut:]
+        self.held = text[cut:]
         if cut:
             self._ready.append(text[:cut])
 
     def drop(self) -> None:
         """Drops the white space that is held back: a marker follows."""
-        self._held, self.spoken = "", False
+        self.held, self.spoken = "", False
 
     def flush(self) -> None:
         """Releases the white space that is held back: no marker follows."""
-        self._ready.append(self._held)
-        self._held = ""
+        self._ready.append(self.held)
+        self.held = ""
 
     def take(self) -> str:
         """Returns the text that is ready and was not returned before."""
@@ -239,6 +244,11 @@ class AnswerParts:
         self.reasoning_ended = False
         self._reading: Reading[None] | None = self._read(readers)
         next(self._reading)
+
+    @property
+    def num_kept(self) -> int:
+        """Characters in memory: those that are read from now on, and those that are held back."""
+        return len(self._text) + len(self._content.held)
 
     def feed(self, text: str, *, last: bool = False) -> Parts:
         """Returns what this text adds. last: no text follows it."""

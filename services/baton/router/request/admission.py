@@ -139,7 +139,7 @@ class AdmissionController:
             max_tokens=MAX_QUEUED_TOKENS, max_entries=MAX_QUEUED
         )
         self._drain = DrainRate()
-        self._admission = Admission(
+        self.admission = Admission(
             AdmissionLimits(config.max_requests, config.max_tokens, config.max_queue_s),
             self.queue,
             self._drain,
@@ -151,7 +151,7 @@ class AdmissionController:
             self._drain,
             ConcurrencyLimiter(FIRST_WINDOW, WINDOW_STEP, LARGEST_WINDOW),
             max_queue_s=config.max_queue_s,
-            retry_after_s=self._admission.retry_after_s,
+            retry_after_s=self.admission.retry_after_s,
         )
         self._fleet = fleet
         self._live_replicas = live_replicas
@@ -163,7 +163,7 @@ class AdmissionController:
     @property
     def held(self) -> dict[str, int]:
         """What requests hold here, by kind; each is 0 when there are no requests."""
-        admission = self._admission
+        admission = self.admission
         return {
             "granted_requests": admission.requests.total,
             "granted_tokens": admission.tokens.total,
@@ -176,18 +176,18 @@ class AdmissionController:
         """Raises Refusal when even the smallest request of the tenant would be refused."""
         now = self.dispatcher.now()
         with self._counted(tenant):
-            self._admission.precheck(tenant, priority, self._outlook(tenant, now), now)
+            self.admission.precheck(tenant, priority, self._outlook(tenant, now), now)
 
     def receive(self, tenant: Tenant, size: int) -> Holding:
         """Reserves room for this many bytes of a request. Raises Refusal."""
         now = self.dispatcher.now()
         with self._counted(tenant):
-            return self._admission.receive(tenant, size, self._outlook(tenant, now), now)
+            return self.admission.receive(tenant, size, self._outlook(tenant, now), now)
 
     def fault(self, tenant: Tenant) -> None:
         """Counts a request that was not admitted because of the client's own fault."""
         now = self.dispatcher.now()
-        self._admission.fault(tenant, self._outlook(tenant, now), now)
+        self.admission.fault(tenant, self._outlook(tenant, now), now)
 
     def open(
         self,
@@ -221,7 +221,7 @@ class AdmissionController:
         outlook = self._outlook(request.tenant, now)
         try:
             with self._counted(request.tenant):
-                charge = self._admission.open(ask, held, outlook, deadline - now, now)
+                charge = self.admission.open(ask, held, outlook, deadline - now, now)
         except BaseException:
             held.release()
             raise

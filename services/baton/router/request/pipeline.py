@@ -182,7 +182,8 @@ class Pipeline:
         self._preparation = Preparation(self.services)
         self._num_requests = 0
         self._leaving = False
-        self._draining = False
+        self.draining = False
+        """Whether requests are refused because this router shuts down."""
         self._cut = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -372,12 +373,12 @@ class Pipeline:
 
     async def drain(self) -> None:
         """Stops accepting requests; returns when the running ones have ended."""
-        self._leaving = self._draining = True
+        self._leaving = self.draining = True
         await self._idle.wait()
 
     def cut(self) -> None:
         """Ends all running requests with a retryable error."""
-        self._leaving = self._draining = self._cut = True
+        self._leaving = self.draining = self._cut = True
         for preparing in self._preparing:
             preparing.reschedule(asyncio.get_running_loop().time())
         for runner in self._runners:
@@ -395,7 +396,7 @@ class Pipeline:
         await self.gate.close()
 
     def _check_open(self) -> None:
-        if self._draining:
+        if self.draining:
             raise left()
 
     @contextmanager

@@ -103,7 +103,7 @@ class AddressSource(Protocol):
 
 
 class Discovery:
-    """The sources by role. The pools call `watch` once per role; a role without a source is empty.
+    """The sources by role. A role without a source is empty.
 
     A source runs only while it is watched.
     """
@@ -111,13 +111,7 @@ class Discovery:
     def __init__(self, sources: Mapping[str, AddressSource]) -> None:
         self._sources = sources
 
-    def watch(self, role: str) -> AsyncIterator[frozenset[str]]:
-        return self._source(role).watch()
-
-    def look_again(self, role: str) -> None:
-        self._source(role).look_again()
-
-    def _source(self, role: str) -> AddressSource:
+    def source(self, role: str) -> AddressSource:
         return self._sources.get(role) or StaticSource(())
 
 
@@ -290,5 +284,5 @@ class Replicas:
     async def run(self) -> None:
         """Follows discovery, if configured, until cancelled."""
         if self._discovery is not None:
-            async for found in self._discovery.watch("router"):
+            async for found in self._discovery.source("router").watch():
                 self._live = max(1, len(found))

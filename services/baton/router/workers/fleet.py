@@ -278,7 +278,7 @@ class WorkerLink(Generic[C]):
                 except (BatonError, ValueError):
                     log.exception("a worker describes itself in a way that cannot be")
                 patience.failed()
-                self._pool.context.discovery.look_again(self._pool.role)
+                self._pool.context.discovery.source(self._pool.role).look_again()
                 self.settled = False
                 if patience.spent:
                     await self._leave()
@@ -418,7 +418,7 @@ class Pool(Generic[C]):
     async def run(self) -> None:
         """Follows discovery until cancelled; closes all links on exit."""
         try:
-            async for addresses in self.context.discovery.watch(self.role):
+            async for addresses in self.context.discovery.source(self.role).watch():
                 for address, link in self.links.items():
                     link.listed = address in addresses
                 for address in sorted(addresses - self.links.keys()):
