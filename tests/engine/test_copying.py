@@ -10,7 +10,7 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.kvcache.block_pool import BlockPool
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
+from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.thread import CopyThread, EngineThread
@@ -39,13 +39,18 @@ class HeldRunner(FakeRunner):
         super().submit(plan)
 
 
-async def _stepping(runner: HeldRunner) -> EngineThread:
+async def _started(runner: FakeRunner) -> EngineThread:
     policy = SchedulerPolicy(max_sequences=4, token_budget=64, prefill_budget=32)
     engine = EngineThread(
         lambda: EngineLoop(runner, Scheduler(BlockPool(16, 4), policy, runner.model)),
         lambda events: None,
     )
     await engine.start()
+    return engine
+
+
+async def _stepping(runner: HeldRunner) -> EngineThread:
+    engine = await _started(runner)
     await engine.call(lambda loop: loop.scheduler.add(attempt(size=8), 0.0))
     assert await asyncio.to_thread(runner.stepping.wait, PATIENCE_S)
     return engine
@@ -59,6 +64,40 @@ async def test_a_copy_does_not_wait_for_the_step() -> None:
             await engine.copy(lambda given: given.pack(((8, 1),), 0, 4, memoryview(bytearray(64))))
     finally:
         runner.may_step.set()
+        await engine.stop()
+
+
+class HeldAhead(FakeRunner):
+    """As on a GPU: takes two steps, and is held when one is collected."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4, depth=2)
+        self.collecting = threading.Event()
+        self.may_collect = threading.Event()
+
+    @property
+    def copies_beside_steps(self) -> bool:
+        return True
+
+    def collect(self) -> StepResult:
+        self.collecting.set()
+        assert self.may_collect.wait(PATIENCE_S)
+        return super().collect()
+
+
+async def test_many_copies_are_made_while_steps_are_in_flight() -> None:
+    runner = HeldAhead()
+    engine = await _started(runner)
+    await engine.call(lambda loop: loop.scheduler.add(attempt(size=8), 0.0))
+    assert await asyncio.to_thread(runner.collecting.wait, PATIENCE_S)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(50):
+                await engine.copy(
+                    lambda given: given.pack(((8, 1),), 0, 4, memoryview(bytearray(64)))
+                )
+    finally:
+        runner.may_collect.set()
         await engine.stop()
 
 

@@ -14,7 +14,6 @@ from baton.engine.config import EngineConfig
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
 from baton.transfer.staging import StagingPool
-from baton.worker.process import share_ring
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
 from tests.engine.local_ranks import LocalRanks
@@ -99,7 +98,7 @@ def test_ranks_pack_where_a_payload_lies(saved: Callable[[str], Path], ranked: O
     (prompt,), table, there = random_prompts((40,), VOCAB), ((0, 3),), ((7, 3),)
     fill(runner, prompt, table)
     wanted = packed(runner, table, 5, 30)
-    share_ring(runner, ring)
+    runner.share(ring.fd, ring.base_address, ring.num_bytes)
     buffer = ring.view(1)[100 : 100 + len(wanted)]
     runner.pack(table, 5, 30, buffer)
     assert buffer == wanted

@@ -20,7 +20,7 @@ from baton.engine import selfcheck
 from baton.engine.attention.backends import open_backend
 from baton.engine.attention.interface import Backend, ForwardPass
 from baton.engine.config import EngineConfig
-from baton.engine.device import choose_device
+from baton.engine.device import choose_device, pin
 from baton.engine.exact import NotExact, confine, cuts
 from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
 from baton.engine.fused.decoder import Decoder, PlainOperators, take_layers
@@ -73,7 +73,7 @@ class TorchRunner:
         self.num_swap_blocks = swap_memory.num_blocks
         on_gpu = self.memory.device.type == "cuda"
         self.depth = 2 if on_gpu else 1
-        self.copies_beside_steps = not on_gpu
+        self.copies_beside_steps = True
         self.not_exact_because = "exact mode is off"
         """Why a row's logits are not bit-equal whatever else is in the batch, however it is cut,
         and wherever its KV came from; "" when they are."""
@@ -161,6 +161,9 @@ class TorchRunner:
             raise Internal("no step was submitted")
         step, moved = self._running.popleft()
         return moved.applied_to(step.result())
+
+    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
+        return pin(address, num_bytes) if self.memory.device.type == "cuda" else lambda: None
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:

@@ -52,9 +52,10 @@ class CopyThread:
     """A thread that copies KV between a pool's memory and KV chunks, one copy at a time, in the
     order of calls. It is started with the first one.
 
-    On a CPU a copy may run beside a step: a hand-over's positions are not written any more once
-    they are computed, and not read before they are complete. What was pinned or reserved for the
-    copy must not be given back before `run` has returned.
+    A copy may run beside steps: a hand-over's positions are not written any more once they are
+    computed, and not read before they are complete. On a GPU it has a CUDA stream of its own, and
+    the thread sleeps until the copy is done. What was pinned or reserved for the copy must not be
+    given back before `run` has returned.
     """
 
     def __init__(self) -> None:

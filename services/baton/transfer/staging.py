@@ -78,7 +78,7 @@ class StagingPool:
             raise ValueError(f"buffer_bytes must be a multiple of {ALIGNMENT}")
         self.num_buffers, self.buffer_bytes = num_buffers, buffer_bytes
         self.share = max(2, num_buffers // 2)
-        size = num_buffers * buffer_bytes
+        self.num_bytes = size = num_buffers * buffer_bytes
         self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, size)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

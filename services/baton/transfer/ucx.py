@@ -109,6 +109,8 @@ class Ucx:
         os.environ["UCX_TLS"] = ",".join(self.transports)
         if self.devices:
             os.environ["UCX_NET_DEVICES"] = ",".join(self.devices)
+        # Without NVLink, UCX would read another process's device memory over TCP.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
         # NIXL and UCX log to standard output and error from the moment they are loaded.
         os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
         os.environ.setdefault("UCX_LOG_LEVEL", "fatal")

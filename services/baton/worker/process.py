@@ -34,7 +34,6 @@ from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
 from baton.engine.config import MIB
 from baton.engine.ranks.runner import RankedRunner
-from baton.engine.ranks.shared import MemoryFile, Region
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.grammar.compiler import load_vocabulary
@@ -50,7 +49,7 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import NO_FAULTS, Faults, StagingPool
+from baton.transfer.staging import NO_FAULTS, Faults
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
@@ -97,12 +96,6 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
             field="kv_network",
         )
     return KvNetwork.LOCAL
-
-
-def share_ring(runner: ModelRunner, ring: StagingPool) -> None:
-    """Shares the staging buffers with a worker's ranks, which pack and unpack KV in place."""
-    if isinstance(runner, RankedRunner):
-        runner.share(Region(MemoryFile.of(ring.fd), ring.base_address))
 
 
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
@@ -227,7 +220,8 @@ async def _run_settled(
             faults=faults,
         )
         ends.push_async_callback(staging.close)
-        share_ring(runner, staging.ring)
+        ring = staging.ring
+        ends.callback(runner.share(ring.fd, ring.base_address, ring.num_bytes))
         identity = WorkerIdentity(role, instance_id, address)
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)

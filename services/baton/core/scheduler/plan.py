@@ -6,7 +6,7 @@ has hundreds of are NamedTuples, because a frozen dataclass takes 1 µs to make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -195,7 +195,15 @@ class ModelRunner(Protocol):
     @property
     def copies_beside_steps(self) -> bool:
         """Whether pack and unpack may be called on another thread while a step runs, for positions
-        that no step in flight writes (pack) or reads (unpack)."""
+        that no step in flight writes (pack) or reads (unpack). They return when the copy is done,
+        on a GPU too."""
+
+    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
+        """Prepares for payloads that lie in this memory of the host, which the process has mapped
+        from the file `fd` at `address`. Called at most once, before the first pack.
+
+        Returns what undoes it; that is called before the memory is unmapped, when no copy runs.
+        """
 
     def submit(self, plan: StepPlan) -> None: ...
 

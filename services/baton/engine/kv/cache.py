@@ -20,6 +20,7 @@ from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
 from baton.engine.config import TILE
+from baton.engine.device import settle
 from baton.engine.kv.extents import check_extents, spans
 
 DTYPES = {
@@ -341,14 +342,14 @@ class BlockCache(KvMemory):
 
     def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
-            wire.copy_(self.gather(extents, first, count))
+            wire.copy_(self.gather(extents, first, count), non_blocking=wire.is_pinned())
+            settle(self.device)
 
     def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
             there = wire.to(self.device, non_blocking=wire.is_pinned())
             self.scatter(extents, first, count, there)
-        if self._stream is not None:
-            self._stream.synchronize()
+            settle(self.device)
 
     def _apart(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -24,7 +24,7 @@ from baton.core.request.model import KvLayout, ModelDescription
 from baton.core.scheduler.plan import StepPlan, StepResult
 from baton.engine.config import EngineConfig
 from baton.engine.kv.extents import check_extents, check_plan
-from baton.engine.ranks.shared import Region, Scratch, SharedPlace
+from baton.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -171,9 +171,10 @@ class RankedRunner:
             raise Internal("no step was submitted")
         return self._results.popleft()
 
-    def share(self, region: Region) -> None:
-        """Tells of memory that payloads are going to lie in; others are copied once more."""
-        self._shared = region
+    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
+        """The ranks map the memory; payloads that lie elsewhere are copied once more."""
+        self._shared = Region(MemoryFile.of(fd), address)
+        return lambda: None
 
     def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
         self._transfer(extents, first_position, count, out, packing=True)
