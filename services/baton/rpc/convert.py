@@ -1,8 +1,9 @@
 """Converts core values to messages of baton.v1 and back.
 
-Absent fields become core's defaults. An invalid message raises InvalidArgument naming the field;
-ranges that depend on the model or the configuration are checked where those are known. Token ids
-travel as little-endian int32.
+Fields of equal name and value are copied by name (`filled`, `parsed`); the functions below convert
+the others. Absent fields become core's defaults. An invalid message raises InvalidArgument naming
+the field; ranges that depend on the model or the configuration are checked where those are known.
+Token ids travel as little-endian int32.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import cache
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message as ProtoMessage
 
 from baton.core.errors import BatonError, InvalidArgument, Reason, from_reason
 from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
@@ -33,23 +38,52 @@ from baton.v1 import tokenizer_pb2, types_pb2
 from baton.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1
-_SAMPLING_FIELDS = tuple(
-    field.name
-    for field in fields(SamplingParams)
-    if field.name not in ("logit_bias", "allowed_token_ids")
-)
-"""Fields with the same name and value in core and on the wire."""
 _FLOAT_FIELDS = tuple(f.name for f in fields(SamplingParams) if isinstance(f.default, float))
-_LAYOUT_FIELDS = (
-    "model_digest",
-    "dtype",
-    "num_layers",
-    "num_kv_heads",
-    "key_size",
-    "value_size",
-    "min_wire_version",
-    "max_wire_version",
-)
+
+P = TypeVar("P", bound=ProtoMessage)
+T = TypeVar("T")
+
+
+def _common_names(kind: type, message: Any) -> Sequence[tuple[str, ...]]:
+    """Returns the names of a message's fields that a dataclass has, too: single values, values that
+    may be absent, and repeated values. message: its descriptor."""
+    names = {field.name for field in fields(kind)}
+    shared = [field for field in message.fields if field.name in names]
+    return (
+        tuple(f.name for f in shared if not (f.has_presence or f.is_repeated)),
+        tuple(f.name for f in shared if f.has_presence),
+        tuple(f.name for f in shared if f.is_repeated),
+    )
+
+
+_shared: Callable[[type, Any], Sequence[tuple[str, ...]]] = cache(_common_names)
+
+
+def filled(message: type[P], value: object, **own: Any) -> P:
+    """Returns a message of this type with the values of a dataclass's fields of the same names.
+    own: the values of fields that differ. None leaves a field out."""
+    for names in _shared(type(value), message.DESCRIPTOR):
+        for name in names:
+            if name not in own:
+                own[name] = getattr(value, name)
+    return message(**own)
+
+
+def parsed(kind: type[T], message: ProtoMessage, **own: Any) -> T:
+    """Returns a dataclass of this type with the values of a message's fields of the same names,
+    repeated ones as tuples; a field that is absent keeps the dataclass's default. own: the values
+    of fields that differ."""
+    single, optional, repeated = _shared(kind, message.DESCRIPTOR)
+    for name in single:
+        if name not in own:
+            own[name] = getattr(message, name)
+    for name in optional:
+        if name not in own and message.HasField(name):
+            own[name] = getattr(message, name)
+    for name in repeated:
+        if name not in own:
+            own[name] = tuple(getattr(message, name))
+    return kind(**own)
 
 
 def token_ids_to_bytes(token_ids: Sequence[int]) -> bytes:
@@ -77,17 +111,15 @@ def token_ids_from_bytes(data: bytes, field: str) -> tuple[int, ...]:
 
 
 def identity_to_proto(identity: WorkerIdentity) -> pb.WorkerIdentity:
-    return pb.WorkerIdentity(
-        role=identity.role, instance_id=identity.instance_id, address=identity.address
-    )
+    return filled(pb.WorkerIdentity, identity)
 
 
 def identity_from_proto(message: pb.WorkerIdentity) -> WorkerIdentity:
-    return WorkerIdentity(message.role, message.instance_id, message.address)
+    return parsed(WorkerIdentity, message)
 
 
 def layout_to_proto(layout: KvLayout) -> pb.KvLayout:
-    return pb.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT_FIELDS})
+    return filled(pb.KvLayout, layout)
 
 
 def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
@@ -101,111 +133,57 @@ def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
         raise InvalidArgument(
             "must not be above max_wire_version", field=f"{field}.min_wire_version"
         )
-    return KvLayout(**{name: getattr(message, name) for name in _LAYOUT_FIELDS})
+    return parsed(KvLayout, message)
 
 
 def model_to_proto(model: ModelDescription) -> pb.ModelDescription:
-    return pb.ModelDescription(
-        name=model.name,
-        digest=model.digest,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        tokenizer_digest=model.tokenizer_digest,
-        answer_format=_answer_format_to_proto(model.answer_format),
-    )
+    markers = [pb.MarkerToken(text=t, token_id=id_) for t, id_ in model.answer_format.markers]
+    answers = filled(pb.AnswerFormat, model.answer_format, markers=markers)
+    return filled(pb.ModelDescription, model, answer_format=answers)
 
 
 def model_from_proto(message: pb.ModelDescription) -> ModelDescription:
-    return ModelDescription(
-        name=message.name,
-        digest=message.digest,
-        max_model_len=message.max_model_len,
-        vocab_size=message.vocab_size,
-        eos_token_ids=tuple(message.eos_token_ids),
-        tokenizer_digest=message.tokenizer_digest,
-        answer_format=_answer_format_from_proto(message.answer_format),
-    )
-
-
-def _answer_format_to_proto(answers: AnswerFormat) -> pb.AnswerFormat:
-    return pb.AnswerFormat(
-        tools=answers.tools,
-        reasoning=answers.reasoning,
-        markers=[pb.MarkerToken(text=text, token_id=token) for text, token in answers.markers],
-    )
-
-
-def _answer_format_from_proto(message: pb.AnswerFormat) -> AnswerFormat:
-    markers = tuple((marker.text, marker.token_id) for marker in message.markers)
-    return AnswerFormat(message.tools, message.reasoning, markers)
+    markers = tuple((marker.text, marker.token_id) for marker in message.answer_format.markers)
+    answers = parsed(AnswerFormat, message.answer_format, markers=markers)
+    return parsed(ModelDescription, message, answer_format=answers)
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
     """Sets every field, so that other processes need not know the defaults."""
-    return pb.SamplingParams(
-        **{name: getattr(params, name) for name in _SAMPLING_FIELDS},
-        logit_bias=[pb.LogitBias(token_id=t, bias=bias) for t, bias in params.logit_bias],
-        allowed_token_ids=params.allowed_token_ids,
-    )
+    bias = [pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in params.logit_bias]
+    return filled(pb.SamplingParams, params, logit_bias=bias)
 
 
 def sampling_from_proto(message: pb.SamplingParams, field: str = "sampling") -> SamplingParams:
     """Absent fields take core's defaults (seed: 0). Raises InvalidArgument for NaN and infinity."""
-    # ListFields returns exactly the fields that are present, including zeros.
-    present = {descriptor.name: value for descriptor, value in message.ListFields()}
-    given = {name: present[name] for name in _SAMPLING_FIELDS if name in present}
     for name in _FLOAT_FIELDS:
-        if name in given and not math.isfinite(given[name]):
+        if not math.isfinite(getattr(message, name)):
             raise InvalidArgument("must be a finite number", field=f"{field}.{name}")
     bias = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
     if not all(math.isfinite(value) for _, value in bias):
         raise InvalidArgument("must hold finite numbers", field=f"{field}.logit_bias")
-    allowed = tuple(message.allowed_token_ids)
-    return SamplingParams(**given, logit_bias=bias, allowed_token_ids=allowed)
+    return parsed(SamplingParams, message, logit_bias=bias)
 
 
 def stop_to_proto(stop: StopParams) -> pb.StopParams:
-    return pb.StopParams(
-        max_tokens=stop.max_tokens,
-        min_tokens=stop.min_tokens,
-        stop_token_ids=stop.stop_token_ids,
-        ignore_eos=stop.ignore_eos,
-        stop_strings=stop.stop_strings,
-        include_stop_string=stop.include_stop_string,
-    )
+    return filled(pb.StopParams, stop)
 
 
 def stop_from_proto(message: pb.StopParams, field: str = "stop") -> StopParams:
     """Raises InvalidArgument without max_tokens: its default depends on prompt and model."""
     if not message.HasField("max_tokens"):
         raise InvalidArgument("must be set", field=f"{field}.max_tokens")
-    return StopParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        stop_strings=tuple(message.stop_strings),
-        include_stop_string=message.include_stop_string,
-    )
+    return parsed(StopParams, message)
 
 
 def attempt_to_proto(attempt: Attempt) -> pb.Attempt:
-    return pb.Attempt(
-        request_id=attempt.request_id,
-        attempt=attempt.attempt,
-        choices=attempt.choices,
+    return filled(
+        pb.Attempt,
+        attempt,
         token_ids=token_ids_to_bytes(attempt.token_ids),
-        num_prompt_tokens=attempt.num_prompt_tokens,
         sampling=sampling_to_proto(attempt.sampling),
         stop=stop_to_proto(attempt.stop),
         remaining_ms=0 if attempt.remaining_s is None else to_ms(attempt.remaining_s),
-        priority=attempt.priority,
-        cache_salt=attempt.cache_salt,
-        traceparent=attempt.traceparent,
-        tenant=attempt.tenant,
-        weight=attempt.weight,
-        prompt_logprobs=attempt.prompt_logprobs,
         grammar=None if attempt.grammar is None else grammar_to_proto(attempt.grammar),
     )
 
@@ -225,26 +203,17 @@ def attempt_from_proto(message: pb.Attempt) -> Attempt:
             f"must be from 1 to the {len(token_ids)} input tokens",
             field="attempt.num_prompt_tokens",
         )
-    return Attempt(
-        request_id=message.request_id,
-        attempt=message.attempt,
+    grammar = message.grammar if message.HasField("grammar") else None
+    return parsed(
+        Attempt,
+        message,
         choices=choices,
         token_ids=token_ids,
-        num_prompt_tokens=message.num_prompt_tokens,
         sampling=sampling_from_proto(message.sampling, "attempt.sampling"),
         stop=stop_from_proto(message.stop, "attempt.stop"),
-        priority=message.priority,
         remaining_s=message.remaining_ms / 1000 if message.remaining_ms else None,
-        cache_salt=message.cache_salt,
-        traceparent=message.traceparent,
-        tenant=message.tenant,
         weight=_weight_from_proto(message.weight),
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        grammar=(
-            grammar_from_proto(message.grammar, "attempt.grammar")
-            if message.HasField("grammar")
-            else None
-        ),
+        grammar=None if grammar is None else grammar_from_proto(grammar, "attempt.grammar"),
     )
 
 
@@ -300,18 +269,16 @@ def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") ->
     )
 
 
-def prompt_logprobs_to_proto(told: PromptLogprobs | None) -> pb.PromptLogprobs | None:
-    if told is None:
-        return None
-    return pb.PromptLogprobs(num_top=told.num_top, own=told.own, top_ids=told.top_ids, top=told.top)
+def prompt_logprobs_to_proto(entries: PromptLogprobs | None) -> pb.PromptLogprobs | None:
+    return None if entries is None else filled(pb.PromptLogprobs, entries)
 
 
 def prompt_logprobs_from_proto(message: pb.PromptLogprobs) -> PromptLogprobs:
     """Raises InvalidArgument when the lengths are inconsistent."""
-    told = PromptLogprobs(message.num_top, message.own, message.top_ids, message.top)
-    if not told.fits:
+    entries = parsed(PromptLogprobs, message)
+    if not entries.fits:
         raise InvalidArgument("must have as many of each", field="prompt_logprobs")
-    return told
+    return entries
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
@@ -379,63 +346,42 @@ _REASON_FROM_PROTO = {value: reason for reason, value in _REASON_TO_PROTO.items(
 def chat_to_proto(chat: ChatPrompt) -> tokenizer_pb2.Chat:
     """The parts that a chat template uses. With tool_choice "none", tools are left out."""
     tools = chat.tools if chat.tool_choice.use is not ToolUse.NONE else ()
-    return tokenizer_pb2.Chat(
+    return filled(
+        tokenizer_pb2.Chat,
+        chat,
         messages=[message_to_proto(message) for message in chat.messages],
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
         tools=[tool_to_proto(tool) for tool in tools],
-        template_kwargs=chat.template_kwargs,
-        template=chat.template,
     )
 
 
 def chat_from_proto(message: tokenizer_pb2.Chat) -> ChatPrompt:
-    return ChatPrompt(
-        messages_from_proto(message.messages),
-        add_generation_prompt=message.add_generation_prompt,
-        continue_final_message=message.continue_final_message,
+    return parsed(
+        ChatPrompt,
+        message,
+        messages=messages_from_proto(message.messages),
         tools=tools_from_proto(message.tools),
-        template_kwargs=message.template_kwargs,
-        template=message.template,
     )
 
 
-def messages_from_proto(
-    messages: Iterable[tokenizer_pb2.ChatMessage],
-) -> tuple[Message, ...]:
+def messages_from_proto(messages: Iterable[tokenizer_pb2.ChatMessage]) -> tuple[Message, ...]:
     return tuple(
-        Message(
-            message.role,
-            message.content,
-            tool_calls=tuple(
-                ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls
-            ),
-            tool_call_id=message.tool_call_id,
-            name=message.name,
-            reasoning=message.reasoning,
+        parsed(
+            Message,
+            message,
+            tool_calls=tuple(parsed(ToolCall, call) for call in message.tool_calls),
         )
         for message in messages
     )
 
 
 def tools_from_proto(tools: Iterable[types_pb2.Tool]) -> tuple[Tool, ...]:
-    return tuple(Tool(tool.name, tool.description, tool.parameters) for tool in tools)
+    return tuple(parsed(Tool, tool) for tool in tools)
 
 
 def message_to_proto(message: Message) -> tokenizer_pb2.ChatMessage:
-    calls = [
-        types_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
-        for call in message.tool_calls
-    ]
-    return tokenizer_pb2.ChatMessage(
-        role=message.role,
-        content=message.content,
-        tool_calls=calls,
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-        reasoning=message.reasoning,
-    )
+    calls = [filled(types_pb2.ToolCall, call) for call in message.tool_calls]
+    return filled(tokenizer_pb2.ChatMessage, message, tool_calls=calls)
 
 
 def tool_to_proto(tool: Tool) -> types_pb2.Tool:
-    return types_pb2.Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+    return filled(types_pb2.Tool, tool)

@@ -31,6 +31,7 @@ from baton.rpc.tracing import (
     SERVICE_NAME,
     Kind,
     Span,
+    Tracer,
     Value,
     now,
 )
@@ -96,7 +97,7 @@ class _Process(Resource):
         return self is other
 
 
-class OtelTracer:
+class OtelTracer(Tracer):
     """The recording implementation of `Tracer`."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -122,18 +123,6 @@ class OtelTracer:
             at,
         )
 
-    def go_on(
-        self,
-        name: str,
-        attributes: Mapping[str, Value] = NOTHING,
-        *,
-        parent: TraceContext,
-        at: float | None = None,
-    ) -> Span:
-        if not parent.trace_id:
-            return NO_SPAN
-        return self.begin(name, attributes, parent=parent, at=at)
-
     def close(self) -> None:
         self._provider.shutdown()
 
@@ -152,7 +141,7 @@ class _Sending(BatchSpanProcessor):
             closing.join(GIVE_UP_S)
 
 
-class OtelSpan:
+class OtelSpan(Span):
     """The recording implementation of `Span`. epoch_ns: the wall-clock time at which `now` is 0, in
     ns. A span's children share it, so that their times stay consistent when the wall clock is
     changed."""

@@ -1,4 +1,4 @@
-"""Spans of Baton's processes: their interface, the no-op implementation, and all names.
+"""Spans of Baton's processes: their interface, which records nothing by itself, and all names.
 
 `baton.rpc.otel` has the recording implementation. Every time is a reading of `now`, in seconds.
 """
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
 
 from baton.core.errors import BatonError, Reason
 from baton.core.observe.stages import UNTRACED, TraceContext
@@ -46,17 +45,20 @@ class Kind(Enum):
     INTERNAL = 3
 
 
-class Span(Protocol):
+class Span:
     """One timed operation. The code that begins a span ends it on every path; only the first `end`
-    counts, and later changes are dropped. No method waits or raises."""
+    counts, and later changes are dropped. No method waits or raises.
 
-    @property
-    def recording(self) -> bool:
-        """Whether the span is recorded. If not, a caller can skip costly attributes."""
+    This class itself records nothing; `baton.rpc.otel` has the one that does.
+    """
+
+    recording = False
+    """Whether the span is recorded. If not, a caller can skip costly attributes."""
 
     @property
     def context(self) -> TraceContext:
         """The context to pass to other processes. UNTRACED unless the span is recorded."""
+        return UNTRACED
 
     def child(
         self,
@@ -67,8 +69,10 @@ class Span(Protocol):
         at: float | None = None,
     ) -> Span:
         """Begins a child span, which may outlive this one. at: when it began; None: now."""
+        return self
 
-    def rename(self, name: str) -> None: ...
+    def rename(self, name: str) -> None:
+        """Changes the span's name."""
 
     def tell(self, attributes: Mapping[str, Value]) -> None:
         """Adds attributes; a newer value replaces an older one."""
@@ -80,8 +84,8 @@ class Span(Protocol):
         """Ends the span. error: the kind of failure, as `error_type` names it; "": success."""
 
 
-class Tracer(Protocol):
-    """Begins the spans of one process."""
+class Tracer:
+    """Begins the spans of one process. This class itself begins none that is recorded."""
 
     def begin(
         self,
@@ -93,6 +97,7 @@ class Tracer(Protocol):
     ) -> Span:
         """Begins a call's span, in the caller's trace or, without one, in a new trace. A span that
         is not sampled is not recorded."""
+        return NO_SPAN
 
     def go_on(
         self,
@@ -103,71 +108,14 @@ class Tracer(Protocol):
         at: float | None = None,
     ) -> Span:
         """Begins a call's span in the caller's trace; without one, the span is not recorded."""
+        return self.begin(name, attributes, parent=parent, at=at) if parent.trace_id else NO_SPAN
 
     def close(self) -> None:
         """Sends the remaining spans, in bounded time. A process calls it last."""
 
 
-class NoSpan:
-    """The no-op Span, for operations that are not recorded."""
-
-    recording = False
-    context = UNTRACED
-
-    def child(
-        self,
-        name: str,
-        attributes: Mapping[str, Value] = NOTHING,
-        *,
-        kind: Kind = Kind.INTERNAL,
-        at: float | None = None,
-    ) -> Span:
-        return self
-
-    def rename(self, name: str) -> None:
-        return
-
-    def tell(self, attributes: Mapping[str, Value]) -> None:
-        return
-
-    def event(self, name: str, *, at: float | None = None) -> None:
-        return
-
-    def end(self, error: str = "", *, at: float | None = None) -> None:
-        return
-
-
-NO_SPAN = NoSpan()
-
-
-class NoTracer:
-    """The no-op Tracer, for a process that exports no spans."""
-
-    def begin(
-        self,
-        name: str,
-        attributes: Mapping[str, Value] = NOTHING,
-        *,
-        parent: TraceContext = UNTRACED,
-        at: float | None = None,
-    ) -> Span:
-        return NO_SPAN
-
-    def go_on(
-        self,
-        name: str,
-        attributes: Mapping[str, Value] = NOTHING,
-        *,
-        parent: TraceContext,
-        at: float | None = None,
-    ) -> Span:
-        return NO_SPAN
-
-    def close(self) -> None:
-        return
-
-
-OFF = NoTracer()
+NO_SPAN = Span()
+OFF = Tracer()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from math import inf
 
 import grpc
@@ -27,12 +27,14 @@ from baton.core.routing.load import (
     WorkerState,
 )
 from baton.rpc.convert import (
+    filled,
     identity_from_proto,
     identity_to_proto,
     layout_from_proto,
     layout_to_proto,
     model_from_proto,
     model_to_proto,
+    parsed,
 )
 from baton.rpc.server import Service
 from baton.v1 import worker_pb2 as pb
@@ -42,7 +44,6 @@ SERVICE = "baton.v1.Worker"
 HEARTBEAT_S = 0.5
 COALESCE_S = 0.05
 MAX_WATCHERS = 256
-_USE_FIELDS = ("tenant", "requests", "tokens", "held_requests", "held_tokens")
 
 UseThrough = Callable[[str], tuple[TenantUse, ...]]
 """Takes a router's instance id; returns the tenants' usage through all other routers."""
@@ -85,8 +86,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 for batch in reader.read() if reader is not None else ():
                     yield pb.WatchResponse(cache=cache_to_proto(batch))
                 load = self._load()
-                if _told(load) != sent or clock() - sent_at >= HEARTBEAT_S:
-                    sent, sent_at = _told(load), clock()
+                steady = _steady(load)
+                if steady != sent or clock() - sent_at >= HEARTBEAT_S:
+                    sent, sent_at = steady, clock()
                     if self._use is not None:
                         load = replace(load, tenants=self._use(request.watcher.instance_id))
                     yield pb.WatchResponse(load=load_to_proto(load))
@@ -110,47 +112,33 @@ def worker_service(
 
 def description_to_proto(description: WorkerDescription) -> pb.WorkerDescription:
     model, layout = description.model, description.layout
-    return pb.WorkerDescription(
+    return filled(
+        pb.WorkerDescription,
+        description,
         identity=identity_to_proto(description.identity),
         model=None if model is None else model_to_proto(model),
         layout=None if layout is None else layout_to_proto(layout),
-        transports=description.transports,
-        num_blocks=description.num_blocks,
-        block_size=description.block_size,
-        kv_bytes_per_position=description.kv_bytes_per_position,
-        exact=description.exact,
-        max_sequences=description.max_sequences,
-        standby=description.standby,
     )
 
 
 def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
     has_layout = message.HasField("layout")
-    return WorkerDescription(
+    return parsed(
+        WorkerDescription,
+        message,
         identity=identity_from_proto(message.identity),
         model=model_from_proto(message.model) if message.HasField("model") else None,
         layout=layout_from_proto(message.layout, "description.layout") if has_layout else None,
-        transports=tuple(message.transports),
-        num_blocks=message.num_blocks,
-        block_size=message.block_size,
-        kv_bytes_per_position=message.kv_bytes_per_position,
-        exact=message.exact,
-        max_sequences=message.max_sequences,
-        standby=message.standby,
     )
 
 
 def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:
-    return pb.WorkerLoad(
+    return filled(
+        pb.WorkerLoad,
+        load,
         state=_STATE_TO_PROTO[load.state],
-        waiting_sequences=load.waiting_sequences,
-        waiting_tokens=load.waiting_tokens,
-        running_sequences=load.running_sequences,
-        free_blocks=load.free_blocks,
-        step_age_us=load.step_age_us,
-        step_predicted_us=load.step_predicted_us,
-        tenants=[pb.TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in load.tenants],
-        speed=pb.WorkerSpeed(**asdict(load.speed)),
+        tenants=[filled(pb.TenantUse, use) for use in load.tenants],
+        speed=filled(pb.WorkerSpeed, load.speed),
     )
 
 
@@ -159,37 +147,26 @@ def load_from_proto(message: pb.WorkerLoad) -> WorkerLoad:
     becomes STARTING, so that the worker counts as alive and receives no new work."""
     if message.state == pb.WORKER_STATE_UNSPECIFIED:
         raise InvalidArgument("must be set", field="load.state")
-    return WorkerLoad(
+    return parsed(
+        WorkerLoad,
+        message,
         state=_STATE_FROM_PROTO.get(message.state, WorkerState.STARTING),
-        waiting_sequences=message.waiting_sequences,
-        waiting_tokens=message.waiting_tokens,
-        running_sequences=message.running_sequences,
-        free_blocks=message.free_blocks,
-        step_age_us=message.step_age_us,
-        step_predicted_us=message.step_predicted_us,
-        tenants=tuple(
-            TenantUse(**{f: getattr(use, f) for f in _USE_FIELDS}) for use in message.tenants
-        ),
+        tenants=tuple(parsed(TenantUse, use) for use in message.tenants),
         speed=_speed_from_proto(message.speed) if message.HasField("speed") else UNMEASURED,
     )
 
 
 def _speed_from_proto(message: pb.WorkerSpeed) -> WorkerSpeed:
     """Raises InvalidArgument for a value that is negative or not finite."""
-    values = {field.name: getattr(message, field.name) for field in fields(WorkerSpeed)}
-    for name, value in values.items():
-        if not 0.0 <= value < inf:
-            raise InvalidArgument("must be a number from 0 on", field=f"load.speed.{name}")
-    return WorkerSpeed(**values)
+    speed = parsed(WorkerSpeed, message)
+    for field in fields(speed):
+        if not 0.0 <= getattr(speed, field.name) < inf:
+            raise InvalidArgument("must be a number from 0 on", field=f"load.speed.{field.name}")
+    return speed
 
 
 def cache_to_proto(batch: CacheBatch) -> pb.CacheEvents:
-    return pb.CacheEvents(
-        first_number=batch.first_number,
-        snapshot=batch.snapshot,
-        added=batch.added,
-        removed=batch.removed,
-    )
+    return filled(pb.CacheEvents, batch)
 
 
 def cache_from_proto(message: pb.CacheEvents) -> CacheBatch:
@@ -197,10 +174,10 @@ def cache_from_proto(message: pb.CacheEvents) -> CacheBatch:
     for name in ("added", "removed"):
         if len(getattr(message, name)) % HASH_BYTES:
             raise InvalidArgument(f"must be {HASH_BYTES} bytes a hash", field=f"cache.{name}")
-    return CacheBatch(message.first_number, message.added, message.removed, message.snapshot)
+    return parsed(CacheBatch, message)
 
 
-def _told(load: WorkerLoad) -> WorkerLoad:
+def _steady(load: WorkerLoad) -> WorkerLoad:
     """The load without fields that change all the time (step age, tenants, speed): only a change of
     the rest is sent at once."""
     return replace(load, step_age_us=0, step_predicted_us=0, tenants=(), speed=UNMEASURED)
