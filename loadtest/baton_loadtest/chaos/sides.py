@@ -154,8 +154,9 @@ class WatchedRing(StagingPool):
 class Guarded:
     """A pool between two guards of the same size, which detect wrong writes.
 
-    above, below: the guards. adjacent: how many guards are directly next to the pool. The system maps memory of equal size
-    one below the other unless a gap fits; so gaps are filled until it does.
+    above, below: the guards. adjacent: how many guards are directly next to the pool. The system
+    maps memory of equal size one below the other unless a gap fits; so gaps are filled until it
+    does.
     """
 
     def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
