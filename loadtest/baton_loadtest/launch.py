@@ -202,13 +202,18 @@ class BatonProcess:
 
 
 @asynccontextmanager
-async def process(role: str, *flags: str, core: int | None = None) -> AsyncIterator[BatonProcess]:
-    """Starts `python -m baton.ROLE`. Raises ContenderFailed if it does not serve."""
-    command = [*pinned(core), sys.executable, "-m", f"baton.{role}", "--log-level=warning", *flags]
+async def process(
+    role: str, *flags: str, core: int | None = None, constants: str = ""
+) -> AsyncIterator[BatonProcess]:
+    """Starts `python -m baton.ROLE`. Raises ContenderFailed if it does not serve.
+
+    constants: to replace, as `baton.testing.worker` takes them; only of a worker.
+    """
+    module = ["baton.testing.worker", role] if constants else [f"baton.{role}"]
+    command = [*pinned(core), sys.executable, "-m", *module, "--log-level=warning", *flags]
+    own = {PARENT_VARIABLE: str(os.getpid()), "BATON_TEST_CONSTANTS": constants}
     started = await asyncio.create_subprocess_exec(
-        *command,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        *command, stdout=asyncio.subprocess.PIPE, env={**os.environ, **own}
     )
     assert started.stdout is not None
     try:

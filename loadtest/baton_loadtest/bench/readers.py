@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> Report:
         BATON_FAKE_STEP_MS=args.step_ms,
         BATON_STALL_TIMEOUT_S=args.limit_s,
         BATON_MAX_RUNNING=1024,
-        BATON_MAX_WAITING=4096,
+        BATON_TEST_CONSTANTS="baton.worker.options.MAX_WAITING=4096",
     ):
         return Report(asyncio.run(_measure(args)))
 

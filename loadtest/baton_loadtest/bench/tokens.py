@@ -101,10 +101,12 @@ class TokensWorker:
 
 
 @asynccontextmanager
-async def _serving(role: str, model: Path, core: int, *flags: str) -> AsyncIterator[TokensWorker]:
+async def _serving(
+    role: str, model: Path, core: int, constants: str = ""
+) -> AsyncIterator[TokensWorker]:
     """Raises ContenderFailed."""
     async with (
-        process(role, "--model", str(model), *flags, core=core) as started,
+        process(role, "--model", str(model), core=core, constants=constants) as started,
         open_channel(started.announced["listen"]) as channel,
     ):
         await channel.channel_ready()
@@ -242,9 +244,9 @@ class _TokensBench:
     async def _growing_chat(self) -> None:
         """A conversation that is encoded again with each turn, with and without the cache."""
         rates = []
-        for flags in ((), ("--max-cache-mib", "0")):
-            say(f"a growing chat{', without the cache' if flags else ''}")
-            async with _serving("tokenizer", self._model, self._core, *flags) as worker:
+        for constants in ("", "baton.tokenizer.__main__.CACHE_BYTES=0"):
+            say(f"a growing chat{', without the cache' if constants else ''}")
+            async with _serving("tokenizer", self._model, self._core, constants) as worker:
                 before = worker.spent_s()
                 messages: list[ChatMessage] = []
                 for turn in range(CHAT_TURNS):

@@ -18,7 +18,7 @@ from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import decode_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.options import WorkerOptions
-from baton.worker.process import WorkerParts, run_worker
+from baton.worker.process import PROBE_INTERVAL_S, WorkerParts, run_worker
 
 
 def main() -> int:
@@ -48,14 +48,12 @@ def serve(
             lambda sender: SenderConnection(parts.channels.get(sender.address, sender.role)),
             stats=parts.stats,
         )
-        receiver.start_probing(config.probe_interval_s)
+        receiver.start_probing(PROBE_INTERVAL_S)
         made = DecodeService(
             parts.engine,
             parts.sender,
             receiver,
             parts.grammars,
-            handover_timeout_s=config.handover_timeout_s,
-            resume_window_s=config.resume_window_s,
             tracer=parts.tracer,
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): len(made.sessions)})

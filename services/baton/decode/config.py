@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from baton.rpc.config import option
-from baton.worker.options import WorkerOptions
+from baton.worker.options import SwapOptions
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeConfig(WorkerOptions):
+class DecodeConfig(SwapOptions):
     """One decode worker."""
+
+    REMOVED: ClassVar = SwapOptions.REMOVED | {"resume_window_s"}
 
     inter_token_ms: float = option(
         0.0,
         "longest time between two tokens that admission and prefill chunks aim at; 0: none",
         unit="ms",
         minimum=0.0,
-    )
-    resume_window_s: float = option(
-        2.0, "how long a router's sequences outlive its stream", unit="s", minimum=0.0
     )

@@ -39,6 +39,7 @@ from baton.v1.decode_pb2 import SequenceStarted
 from baton.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
+    HANDOVER_TIMEOUT_S,
     PREFILLED,
     STAGE_TIME,
     AttemptService,
@@ -50,6 +51,10 @@ DECODED = metrics.counter(metrics.DECODE_TOKENS)
 KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
 
 MAX_SESSIONS = 256
+RESUME_WINDOW_S = 2.0
+"""How long a router's sequences are kept after its stream broke: as long as silence lasts until a
+router counts a worker as dead, so that later nobody would resume them."""
+
 STUCK_S = 30.0
 """The session of a router that reads nothing for so long is dropped."""
 
@@ -117,8 +122,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         receiver: KvReceiver,
         grammars: GrammarBook,
         *,
-        handover_timeout_s: float,
-        resume_window_s: float,
+        handover_timeout_s: float = HANDOVER_TIMEOUT_S,
+        resume_window_s: float = RESUME_WINDOW_S,
         tracer: Tracer = OFF,
     ) -> None:
         """resume_window_s: how long a router's sequences are kept after its stream broke."""

@@ -22,6 +22,12 @@ from baton.v1.detokenizer_pb2_grpc import add_DetokenizerServicer_to_server
 
 ROLE = "detokenizer"
 
+MAX_TEXTS = 16_384
+"""Most texts that are open in one session; more are refused. Ten times the requests of a router."""
+
+MAX_UNSENT_BYTES = 64 << 20
+"""What a router may leave unread before its session ends: seconds of all its texts."""
+
 log = logging.getLogger(__name__)
 
 
@@ -38,8 +44,8 @@ async def serve(options: DetokenizerConfig) -> int:
     tracer = options.tracer(ROLE, instance_id)
     servicer = DetokenizerServicer(
         await asyncio.to_thread(Vocabulary.load, folder),
-        max_texts=options.max_texts,
-        max_unsent_bytes=options.max_unsent_mib << 20,
+        max_texts=MAX_TEXTS,
+        max_unsent_bytes=MAX_UNSENT_BYTES,
         tracer=tracer,
     )
     model = _model(options, folder)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from baton.rpc.config import option
 from baton.rpc.options import ServingOptions
 
 
@@ -12,7 +12,4 @@ from baton.rpc.options import ServingOptions
 class DetokenizerConfig(ServingOptions):
     """One detokenizer: token ids become text."""
 
-    max_texts: int = option(16_384, "texts open in one session; more are refused", minimum=1)
-    max_unsent_mib: int = option(
-        64, "what a router may leave unread before its session ends", unit="MiB", minimum=1
-    )
+    REMOVED: ClassVar = ServingOptions.REMOVED | {"max_texts", "max_unsent_mib"}

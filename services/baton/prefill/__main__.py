@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy, first_come
+from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
 from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
@@ -40,7 +40,6 @@ def serve(
             token_budget=settled.step_tokens,
             batch_window_s=BATCH_WINDOW_S,
             limit=settled.queue_limit,
-            order=first_come if config.order == "fcfs" else PREFILL.order,
             quantum=TURN_TOKENS,
         )
 
@@ -49,7 +48,6 @@ def serve(
             parts.engine,
             parts.sender,
             parts.grammars,
-            handover_timeout_s=config.handover_timeout_s,
             tracer=parts.tracer,
         )
         servicer = PrefillServicer(made, parts.identity.instance_id)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from baton.rpc.config import option
 from baton.worker.options import WorkerOptions
 
 
@@ -12,8 +12,6 @@ from baton.worker.options import WorkerOptions
 class PrefillConfig(WorkerOptions):
     """One prefill worker."""
 
-    order: str = option(
-        "shortest",
-        "which prompt goes first within a priority and a tenant",
-        choices=("shortest", "fcfs"),
-    )
+    REMOVED: ClassVar = WorkerOptions.REMOVED | {
+        *("order", "swap_host_mib", "swap_disk_mib", "swap_folder")
+    }

@@ -37,6 +37,7 @@ from baton.v1 import prefill_pb2_grpc
 from baton.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
+    HANDOVER_TIMEOUT_S,
     PREFILLED,
     STAGE_TIME,
     AttemptService,
@@ -104,7 +105,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         sender: KvSender,
         grammars: GrammarBook,
         *,
-        handover_timeout_s: float,
+        handover_timeout_s: float = HANDOVER_TIMEOUT_S,
         tracer: Tracer = OFF,
     ) -> None:
         super().__init__(

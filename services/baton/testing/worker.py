@@ -2,7 +2,10 @@
 
     python -m baton.testing.worker decode --model FOLDER --kv-faults 'seed=7;drop@sender.told:at=3'
 
-All other options are those of the worker.
+All other options are those of the worker. `tokenizer` and `detokenizer` run those processes as they
+are. The environment variable BATON_TEST_CONSTANTS replaces constants of any of these processes:
+
+    BATON_TEST_CONSTANTS=baton.detokenizer.__main__.MAX_TEXTS=40
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from baton.core.errors import InvalidArgument
@@ -22,12 +26,15 @@ from baton.decode.config import DecodeConfig
 from baton.prefill.__main__ import serve as serve_prefill
 from baton.prefill.config import PrefillConfig
 from baton.rpc.config import load, option
+from baton.rpc.lifecycle import run
 from baton.rpc.model_folder import tokenizer_digest
 from baton.testing.fake_runner import FakeRunner
 from baton.testing.faults import FaultInjector, parse
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.worker.engine import Loading, OpenRunner, open_runner
 from baton.worker.options import WorkerOptions
+
+CONSTANTS_VARIABLE = "BATON_TEST_CONSTANTS"
 
 FAKE_BLOCKS = 4096
 """Number of blocks in a fake runner's pool."""
@@ -110,9 +117,21 @@ def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
     return runner
 
 
+def replace_constants(text: str) -> None:
+    """Replaces numbers that modules read while they run. text: `module.NAME=number`, comma
+    separated. Raises ImportError, AttributeError and ValueError for what is not there."""
+    for item in filter(None, text.split(",")):
+        path, _, number = item.partition("=")
+        module_name, _, name = path.rpartition(".")
+        module = import_module(module_name)
+        setattr(module, name, type(getattr(module, name))(number))
+        log.warning("A CONSTANT IS REPLACED: %s", item)
+
+
 def main(role: str, flags: Sequence[str], opener: OpenRunner = open_disturbed) -> int:
     """Runs the worker until it ends and returns its exit code. opener: creates the runner."""
     prog = f"baton-testing-{role}"
+    replace_constants(os.environ.get(CONSTANTS_VARIABLE, ""))
     match role:
         case "prefill":
             prefill = load(DisturbedPrefillConfig, flags, prog=prog)
@@ -120,7 +139,18 @@ def main(role: str, flags: Sequence[str], opener: OpenRunner = open_disturbed) -
         case "decode":
             decode = load(DisturbedDecodeConfig, flags, prog=prog)
             return serve_decode(decode, opener, _faults(decode))
-    print(f"{role!r} is no worker: say prefill or decode", file=sys.stderr)
+        case "tokenizer":
+            from baton.tokenizer.__main__ import serve as serve_tokenizer
+            from baton.tokenizer.config import TokenizerConfig
+
+            return run(serve_tokenizer(load(TokenizerConfig, flags, prog=prog)))
+        case "detokenizer":
+            from baton.detokenizer.__main__ import serve as serve_detokenizer
+            from baton.detokenizer.config import DetokenizerConfig
+
+            return run(serve_detokenizer(load(DetokenizerConfig, flags, prog=prog)))
+    workers = "prefill, decode, tokenizer or detokenizer"
+    print(f"{role!r} is no worker: say {workers}", file=sys.stderr)
     return 2
 
 

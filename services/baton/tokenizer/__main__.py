@@ -24,6 +24,13 @@ from baton.tokenizer.renderers import Renderers
 from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer, give_way
 from baton.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 
+RENDER_CPU_S = 0.25
+"""Seconds of CPU time that a chat template may take. Those of models take milliseconds; more is an
+attack by the texts of a conversation, or by a client's own template."""
+
+CACHE_BYTES = 64 << 20
+"""Size of the ids of encoded conversations that are kept for when they grow."""
+
 GRAMMAR_CPU_S = 1.0
 """Seconds of CPU time that compiling a grammar may take."""
 
@@ -51,8 +58,7 @@ async def serve(options: TokenizerConfig) -> int:
     loaded = await asyncio.to_thread(load_tokenizer, folder)
     digest = tokenizer_digest(folder)
     renderers, client_renderers = (
-        Renderers(cpu_s=options.max_render_ms / 1000, max_characters=options.max_input_bytes)
-        for _ in range(2)
+        Renderers(cpu_s=RENDER_CPU_S, max_characters=options.max_input_bytes) for _ in range(2)
     )
     with closing(renderers), closing(client_renderers):
         encoder = await asyncio.to_thread(
@@ -60,7 +66,7 @@ async def serve(options: TokenizerConfig) -> int:
             loaded,
             namespace=digest,
             max_input_bytes=options.max_input_bytes,
-            max_cache_bytes=options.max_cache_mib << 20,
+            max_cache_bytes=CACHE_BYTES,
             renderers=renderers,
             client_renderers=client_renderers if options.allow_client_templates else None,
             special_tokens_in_text=options.special_tokens_in_text,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from baton.rpc.config import option
 from baton.rpc.options import ServingOptions
@@ -11,6 +12,8 @@ from baton.rpc.options import ServingOptions
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig(ServingOptions):
     """One tokenizer: text and chats become token ids."""
+
+    REMOVED: ClassVar = ServingOptions.REMOVED | {"max_render_ms", "max_cache_mib"}
 
     workers: int = option(
         0,
@@ -25,12 +28,6 @@ class TokenizerConfig(ServingOptions):
         unit="bytes",
         minimum=1024,
         maximum=1 << 25,
-    )
-    max_render_ms: int = option(
-        250, "CPU time the chat template may take", unit="ms", minimum=1, maximum=60_000
-    )
-    max_cache_mib: int = option(
-        64, "ids of encoded conversations kept for when they grow; 0: none", unit="MiB", minimum=0
     )
     allow_client_templates: bool = option(
         False, "render chat templates that clients bring, in processes of their own"

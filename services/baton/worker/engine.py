@@ -19,7 +19,7 @@ from baton.engine.ranks.ray_ranks import RayRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton.rpc.model_folder import tokenizer_digest
-from baton.worker.options import WorkerOptions
+from baton.worker.options import SwapOptions, WorkerOptions
 
 Loading = Callable[[int, int], None]
 """Called as loading(loaded bytes, total bytes)."""
@@ -71,7 +71,7 @@ def _open_ranks(options: WorkerOptions, config: EngineConfig) -> ModelRunner:
 
 def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineConfig:
     """The engine's part of a worker's options. Raises InvalidArgument."""
-    return EngineConfig(
+    config = EngineConfig(
         model=options.model,
         model_name=options.model_name,
         dtype=options.dtype,
@@ -86,13 +86,18 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         exact=None if options.exact else False,
         threads=options.threads,
         quantize=options.quantize,
-        swap_host_bytes=options.swap_host_mib * MIB,
-        swap_disk_bytes=options.swap_disk_mib * MIB,
-        swap_folder=options.swap_folder,
         graphs=options.graphs,
         decoder=options.decoder,
         kv_wire_dtype=options.kv_wire_dtype,
         tokenizer_digest=tokenizer_digest,
+    )
+    if not isinstance(options, SwapOptions):
+        return config
+    return replace(
+        config,
+        swap_host_bytes=options.swap_host_mib * MIB,
+        swap_disk_bytes=options.swap_disk_mib * MIB,
+        swap_folder=options.swap_folder,
     )
 
 

@@ -10,12 +10,17 @@ from baton.core.scheduler.policy import QueueLimit
 from baton.rpc.config import option
 from baton.rpc.options import ServingOptions
 
+MAX_WAITING = 1024
+"""Most prompts that wait: bounds a queue of tiny ones, where the tokens that may wait do not."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions(ServingOptions):
     """Model, memory and KV transport of one worker, and how it is served."""
 
-    REMOVED: ClassVar = ServingOptions.REMOVED | {"vllm_aliases"}
+    REMOVED: ClassVar = ServingOptions.REMOVED | {
+        *("vllm_aliases", "max_waiting", "probe_interval_s", "handover_timeout_s")
+    }
 
     dtype: str = option(
         "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
@@ -72,14 +77,6 @@ class WorkerOptions(ServingOptions):
         "and KV may take together; 0: by device",
         minimum=0.0, maximum=1.0,
     )  # fmt: skip
-    swap_host_mib: int = option(
-        256, "host memory for KV of preempted sequences", unit="MiB", minimum=0
-    )
-    swap_disk_mib: int = option(
-        0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
-    )
-    swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
-    max_waiting: int = option(1024, "prompts that may wait; more are refused", minimum=1)
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
     kv_network: str = option(
         "auto",
@@ -98,22 +95,26 @@ class WorkerOptions(ServingOptions):
         16, "buffers of the ring that KV chunks pass through", minimum=2, maximum=4096
     )
     slot_mib: int = option(4, "size of a buffer", unit="MiB", minimum=1, maximum=16)
-    probe_interval_s: float = option(
-        10.0, "between two probes of a way for KV on which nothing moves", unit="s", minimum=0.05
-    )
     standby: bool = option(
         False,
         "stand by with everything loaded: routers give it work only while another worker of its "
         "role is missing",
     )
-    handover_timeout_s: float = option(
-        300.0,
-        "longest hand-over, the prompt's waiting and computing included",
-        unit="s",
-        minimum=1.0,
-    )
 
     @property
     def queue_limit(self) -> QueueLimit:
-        """Refuses prompts while the prompt tokens of two steps wait, or max_waiting prompts."""
-        return QueueLimit(2 * self.step_tokens, self.max_waiting)
+        """Refuses prompts while the prompt tokens of two steps wait, or MAX_WAITING prompts."""
+        return QueueLimit(2 * self.step_tokens, MAX_WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOptions(WorkerOptions):
+    """A worker that preempts sequences, and keeps their KV meanwhile."""
+
+    swap_host_mib: int = option(
+        256, "host memory for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_disk_mib: int = option(
+        0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")

@@ -117,6 +117,10 @@ def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
     return GrammarBook(tokenizer)
 
 
+PROBE_INTERVAL_S = 10.0
+"""Seconds between two probes of a path for KV on which nothing moves. A path that breaks unused is
+found before most requests need it, and a probe moves one KV chunk."""
+
 log = logging.getLogger(__name__)
 
 
@@ -183,9 +187,8 @@ async def _run_settled(
     def make_loop() -> EngineLoop:
         runner = open_runner(options, probes.startup.weights)
         pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
-        # Sequences that stop after their first token are never preempted, so nothing is swapped.
-        swap_blocks = (0, 0) if policy.first_token_only else runner.num_swap_blocks
-        scheduler = Scheduler(pool, policy, runner.model, num_swap_blocks=swap_blocks)
+        blocks = runner.num_swap_blocks
+        scheduler = Scheduler(pool, policy, runner.model, num_swap_blocks=blocks)
         made.append(EngineLoop(runner, scheduler))
         return made[0]
 
@@ -226,7 +229,7 @@ async def _run_settled(
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
         stats = HandoverStats()
-        self_test = KvSelfTest(engine, runner, staging, identity, stats, options.probe_interval_s)
+        self_test = KvSelfTest(engine, runner, staging, identity, stats, PROBE_INTERVAL_S)
         await self_test.prove()
         given = stats if side == "sender" else HandoverStats()
         sender = KvSender(identity, runner.layout, staging, stats=given)

@@ -27,6 +27,10 @@ STAGE_TIME = metrics.histogram(metrics.STAGE_TIME)
 DEFAULT_DEADLINE_S = 600.0
 """The deadline of an attempt without one."""
 
+HANDOVER_TIMEOUT_S = 300.0
+"""The limit of a whole hand-over, with the prompt's queueing and computing. Requests have deadlines
+of their own; this one frees what is held for a peer that neither works nor ends."""
+
 MAX_ATTEMPTS = 4096
 
 AttemptT = TypeVar("AttemptT")
@@ -49,8 +53,8 @@ class AttemptService(ABC, Generic[AttemptT]):
         handover_timeout_s: float,
         tracer: Tracer,
     ) -> None:
-        """handover_timeout_s: the limit of a whole hand-over, with the prompt's queueing and
-        computing. sender: sends KV to other workers; `close` closes it."""
+        """handover_timeout_s: see HANDOVER_TIMEOUT_S. sender: sends KV to other workers; `close`
+        closes it."""
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self._engine = engine
         self._sender = sender

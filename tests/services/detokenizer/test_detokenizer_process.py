@@ -27,8 +27,9 @@ Call = grpc.aio.StreamStreamCall[pb.DetokenizerSessionRequest, pb.DetokenizerSes
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Started]:
     folder = write_folder(tmp_path / "tiny", eos_token="</s>")
-    flags = ("--max-texts", "40", "--max-unsent-mib", "1")
-    async with started("detokenizer", folder, *flags) as process:
+    module = "baton.detokenizer.__main__"
+    constants = f"{module}.MAX_TEXTS=40,{module}.MAX_UNSENT_BYTES={1 << 20}"
+    async with started("detokenizer", folder, constants=constants) as process:
         yield process
 
 

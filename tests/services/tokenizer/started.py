@@ -47,12 +47,16 @@ class Started:
 
 
 @asynccontextmanager
-async def started(role: str, model: Path, *flags: str) -> AsyncIterator[Started]:
+async def started(
+    role: str, model: Path, *flags: str, constants: str = ""
+) -> AsyncIterator[Started]:
+    """constants: replaced as `baton.testing.worker` says."""
+    module = ("baton.testing.worker", role) if constants else (f"baton.{role}",)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"baton.{role}", "--model", str(model)),
+        *(sys.executable, "-m", *module, "--model", str(model)),
         *("--listen", "127.0.0.1:0", "--log-level", "warning", *flags),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "BATON_TEST_CONSTANTS": constants},
     )
     try:
         assert process.stdout is not None

@@ -182,7 +182,7 @@ BOMBING = """\
 async def test_what_the_models_own_template_may_cost_is_bounded(tmp_path: Path) -> None:
     """It renders what clients say: one that makes it work is alone in waiting for it."""
     folder = write_folder(tmp_path / "tiny", chat_template=BOMBING)
-    async with started("tokenizer", folder, "--max-render-ms", "100") as process:
+    async with started("tokenizer", folder) as process:
         stub = TokenizerStub(process.channel)
         await stub.Encode(pb.EncodeRequest(inputs=[chat("hello")]))
         before = process.resident_mib()

@@ -17,12 +17,14 @@ from tests.services.worker.pair import PATIENCE_S
 from tests.services.worker.processes import becomes, metrics_of, worker
 
 MODULE = "tests.services.worker.broken_way"
-FAST = ("--transport", "loopback", "--probe-interval-s", "0.05")
+LOOPBACK = ("--transport", "loopback")
+FAST = {"BATON_TEST_CONSTANTS": "baton.worker.process.PROBE_INTERVAL_S=0.05"}
 
 
 async def test_a_way_that_breaks_makes_not_ready_until_it_works_again(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    async with worker(MODULE, tmp_path, *FAST, environment={"BROKEN": str(broken)}) as decode:
+    environment = {"BROKEN": str(broken), **FAST}
+    async with worker(MODULE, tmp_path, *LOOPBACK, environment=environment) as decode:
         await becomes(decode, True, worker_pb2.WORKER_STATE_SERVING)
         broken.touch()
         await becomes(decode, False, worker_pb2.WORKER_STATE_STARTING)

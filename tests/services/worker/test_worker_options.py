@@ -19,7 +19,7 @@ from baton.testing.worker import DisturbedDecodeConfig, DisturbedPrefillConfig, 
 from baton.worker.engine import engine_config, open_runner
 from baton.worker.options import WorkerOptions
 
-OPTIONS = WorkerOptions(model="m", step_tokens=256, max_running=64, memory_share=0.8)
+OPTIONS = DecodeConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
 CHANGES: dict[str, tuple[Any, str, Any]] = {
     "model_name": ("n", "model_name", "n"),
     "dtype": ("float16", "dtype", "float16"),
@@ -50,6 +50,13 @@ def test_an_option_reaches_the_engine(option: str) -> None:
 def test_a_step_has_room_for_prompts_and_running_sequences() -> None:
     config = DecodeConfig(model="m", step_tokens=100, max_running=8, memory_share=0.8)
     assert engine_config(config).max_step_tokens == 108
+
+
+def test_a_prefill_worker_sets_nothing_aside_for_swapping() -> None:
+    config = engine_config(
+        PrefillConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
+    )
+    assert (config.swap_host_bytes, config.swap_disk_bytes) == (0, 0)
 
 
 def test_the_pool_is_sized_by_what_is_free_unless_told() -> None:
