@@ -178,18 +178,22 @@ def commit() -> str:
     return f"{short}+" if short and git("status", "--porcelain", "-uno") else short
 
 
-def write(path: Path, seed: int, results: list[Result]) -> None:
-    """Writes the JSON file. Local folders are removed from the command's arguments."""
+def document(seed: int, results: list[Result]) -> dict[str, Any]:
+    """Returns what the JSON file holds. Local folders are removed from the command's arguments."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    whole = {
+    return {
         "command": " ".join(["baton", *words]),
         "commit": commit(),
         "machine": machine(),
         "seed": seed,
         "results": [asdict(result) for result in results],
     }
+
+
+def write(path: Path, seed: int, results: list[Result]) -> None:
+    """Writes the JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=2) + "\n")
+    path.write_text(json.dumps(document(seed, results), indent=2) + "\n")
 
 
 def check_plots(field: str = "plot") -> None:

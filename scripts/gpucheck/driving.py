@@ -31,14 +31,25 @@ class Batch:
 
     def decode(self) -> StepPlan:
         """The next token of all, from those that are known at first, then still to come."""
+        return self._plan(self._next_tokens(len(self.lengths)))
+
+    def mixed(self, sequence: int, tokens: Sequence[int]) -> StepPlan:
+        """The next token of all sequences before this one, and the next part of its prompt."""
+        first = self.lengths[sequence]
+        chunks = self._next_tokens(sequence)
+        self.lengths[sequence] += len(tokens)
+        return self._plan([*chunks, self._chunk(sequence, tokens, first, sampled=False)])
+
+    def _next_tokens(self, count: int) -> list[Chunk]:
         self.position += 1
         chunks = [
-            self._chunk(i, (self.known.get(i, PENDING),), length, sampled=True)
-            for i, length in enumerate(self.lengths)
+            self._chunk(i, (self.known.get(i, PENDING),), self.lengths[i], sampled=True)
+            for i in range(count)
         ]
         self.known = {}
-        self.lengths = [length + 1 for length in self.lengths]
-        return self._plan(chunks)
+        for i in range(count):
+            self.lengths[i] += 1
+        return chunks
 
     def _chunk(self, i: int, tokens: Sequence[int], first: int, *, sampled: bool) -> Chunk:
         table = ((i * self.blocks_each, self.blocks_each),)

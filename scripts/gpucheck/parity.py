@@ -1,9 +1,10 @@
-"""Tokens of a runner against transformers' own on the same GPU."""
+"""Tokens of a runner against transformers' own, of tiny models on the same device."""
 
 from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +13,51 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.runner import TorchRunner
 from baton_loadtest.report import Result, compared
+from gpucheck.check import Check
 from gpucheck.driving import generate
 from gpucheck.figures import agreement
-from tests.engine.tiny_models import ARCHS, VOCAB, build, save_tiny_model
+from tests.engine.tiny_models import VOCAB, build, save_tiny_model
 
 LENGTHS = (1, 7, 16, 33, 64, 130)
-QUICK = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
+NEW_TOKENS = 24
 
 
-def tokens_of_tiny_models(kind: str, quick: bool, device: str = "cuda") -> list[Result]:
-    """One figure per architecture: the share of tokens before the first that differs."""
-    found = []
-    for arch in QUICK if quick else ARCHS:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found.append(_one(arch, kind, Path(folder) / arch, device))
-            except Exception as error:
-                # One architecture's failure must not hide the others'.
-                print(f"parity of {arch} in {kind} failed: {error!r}", flush=True)
-                found.append(compared(f"parity, {kind}, {arch}", 0.0, "tokens", 1.0, _goal(kind)))
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    return found
+def float32(check: Check) -> Iterator[Result]:
+    """The share of tokens before the first that differs; the part names the architecture. Exact
+    tokens are promised in this number type only."""
+    yield _agreement(check, "float32", 1.0)
 
 
-def _one(arch: str, kind: str, folder: Path, device: str) -> Result:
+def bfloat16(check: Check) -> Iterator[Result]:
+    """A rehearsal computes float32, which is all that Triton's interpreter multiplies."""
+    yield _agreement(check, "bfloat16" if check.on_gpu else "float32", None)
+
+
+def _agreement(check: Check, kind: str, goal: float | None) -> Result:
+    lengths, new_tokens = (LENGTHS, NEW_TOKENS) if check.on_gpu else ((1, 21), 4)
     numbers = random.Random(3)
-    prompts = [[numbers.randrange(4, VOCAB) for _ in range(length)] for length in LENGTHS]
-    new_tokens = 24
-    save_tiny_model(arch, folder)
-    config = EngineConfig(
-        str(folder), device=device, dtype=kind, num_blocks=128, max_model_len=256, max_batch=8
-    )
-    runner = TorchRunner.load(config)
-    try:
-        got = generate(runner, prompts, new_tokens, chunk=50)
-    finally:
-        runner.close()
-    model = build(arch).to(device=device, dtype=getattr(torch, kind))
+    prompts = [[numbers.randrange(4, VOCAB) for _ in range(length)] for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_tiny_model(check.part, Path(folder) / check.part)
+        config = EngineConfig(
+            str(path),
+            device=check.device,
+            dtype=kind,
+            attention="auto" if check.on_gpu else "triton",
+            exact=False,
+            num_blocks=128,
+            max_model_len=256,
+            max_batch=8,
+        )
+        runner = TorchRunner.load(config)
+        try:
+            got = generate(runner, prompts, new_tokens, chunk=50)
+        finally:
+            runner.close()
+    model = build(check.part).to(device=check.device, dtype=getattr(torch, kind))
     wanted = [_alone(model, prompt, new_tokens) for prompt in prompts]
     alike, of = agreement(got, wanted)
-    return compared(f"parity, {kind}, {arch}", alike, "tokens", of, _goal(kind))
-
-
-def _goal(kind: str) -> float | None:
-    """Exact tokens are promised in float32 only."""
-    return 1.0 if kind == "float32" else None
+    return compared(f"parity, {kind}, {check.part}", alike, "tokens", of, goal)
 
 
 @torch.inference_mode()

@@ -9,33 +9,187 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 import transformers
 
 from baton.core.request.model import ModelDescription
 from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.loader import LoadedModel
 from baton.engine.runner import TorchRunner
-from baton_loadtest.report import Result, compared
-from gpucheck.driving import GREEDY, Batch, run
-from gpucheck.figures import Shape, decode_bytes, median, prefill_flops
-from gpucheck.timing import event
+from baton_loadtest.report import Result
+from gpucheck.ceilings import MATMUL, READ
+from gpucheck.check import Check, Skip
+from gpucheck.driving import GREEDY, Batch
+from gpucheck.driving import run as drive
+from gpucheck.figures import LLAMA_1B, LLAMA_8B, TINY, Shape, decode_bytes, median, prefill_flops
+from gpucheck.timing import Mark, give_back, settle
 
 BLOCK = 16
-CHUNK = 2048
+DECODE_GOAL = 0.8
+"""Of the memory's read bandwidth."""
+PREFILL_GOAL = 0.6
+"""Of the rate of large products."""
+TOP_KERNELS = 12
+_CHECKED_BLOCKS = 8
+"""What the check at load computes on."""
 _NUCLEUS = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 
 
-def open_model(
-    shape: Shape, batch: int, positions: int, longest: int, device: str = "cuda"
-) -> TorchRunner:
-    """A bfloat16 Llama of a shape, made on the device. positions: of KV, in all. longest: of one
-    sequence."""
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 1 << 40
-    settings = transformers.LlamaConfig(
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is measured: in a rehearsal everything is tiny."""
+
+    shape: Shape
+    kind: str
+    """The number type of weights and KV."""
+    chunk: int
+    """Tokens of a step of prefill."""
+    prompt: int
+    """Tokens of each sequence before its decode steps."""
+    batches: tuple[int, ...]
+    steps: int
+    """Decode steps that are timed."""
+    warm: int
+    """Decode steps before these that do not count."""
+
+    @property
+    def context(self) -> int:
+        """Positions of a sequence, decode steps of all measurements included."""
+        return self.prompt + 4 * (self.steps + self.warm)
+
+
+def sizes(check: Check) -> Sizes:
+    if not check.on_gpu:
+        return Sizes(TINY, "float32", 16, 24, (1, 2), 2, 1)
+    shape = LLAMA_1B if check.quick else LLAMA_8B
+    return Sizes(shape, "bfloat16", 2048, 1024, (1, 64), 32, 8)
+
+
+def run(check: Check) -> Iterator[Result]:
+    """Prefill, decode at all batches, and the kernels that take the time."""
+    s = sizes(check)
+    largest = max(s.batches)
+    with model(check, s, sequences=largest, longest=max(4 * s.chunk, s.context)) as runner:
+        yield from prefill(check, runner, s, 3 * s.chunk)
+        for batch in s.batches:
+            yield from decode(check, runner, s, batch)
+        yield from _prefill_table(check, runner, s)
+        for batch in s.batches:
+            yield from _decode_table(check, runner, s, batch)
+        if check.on_gpu:
+            yield Result("most memory allocated", torch.cuda.max_memory_allocated(), "B")
+
+
+def without_graphs(check: Check) -> Iterator[Result]:
+    """Decode when each kernel is launched by itself."""
+    s = sizes(check)
+    largest = max(s.batches)
+    with model(check, s, sequences=largest, longest=s.context, graphs=False) as runner:
+        for batch in s.batches:
+            filled, _ = fill(check, runner, s, batch, s.prompt)
+            step = _times(check, runner, s, filled, GREEDY).step_s
+            yield Result(f"decode, batch {batch}, step without graphs", step * 1e3, "ms")
+
+
+def large_batches(check: Check) -> Iterator[Result]:
+    s = replace(sizes(check), batches=(128, 256) if check.on_gpu else (3,))
+    if check.on_gpu:
+        s = replace(s, steps=16)
+    with model(check, s, sequences=max(s.batches), longest=s.context) as runner:
+        for batch in s.batches:
+            yield from decode(check, runner, s, batch)
+
+
+def long_context(check: Check) -> Iterator[Result]:
+    """Chunks of a prompt of 32k tokens, and decode after it."""
+    s = sizes(check)
+    s = replace(s, prompt=32768 if check.on_gpu else 4 * s.chunk, batches=(1, 8), steps=4)
+    if not check.on_gpu:
+        s = replace(s, batches=(1, 2))
+    with model(check, s, sequences=max(s.batches), longest=s.context) as runner:
+        yield from prefill(
+            check, runner, s, s.prompt, firsts=(0, s.prompt // 2, s.prompt - s.chunk)
+        )
+        for batch in s.batches:
+            yield from decode(check, runner, s, batch, f" after {s.prompt}")
+
+
+def mixed(check: Check) -> Iterator[Result]:
+    """Steps that decode for many and compute a part of one prompt: how much longer they take."""
+    s = sizes(check)
+    batch, part = (32, 512) if check.on_gpu else (2, 8)
+    with model(check, s, sequences=batch + 1, longest=max(s.context, s.steps * part)) as runner:
+        filled, _ = fill(check, runner, s, batch, s.prompt)
+        alone = _times(check, runner, s, filled, GREEDY).step_s
+        here = replace(filled, lengths=[*filled.lengths, 0], known=dict(filled.known))
+        numbers = random.Random(9)
+
+        def make() -> StepPlan:
+            tokens = [numbers.randrange(s.shape.vocab) for _ in range(part)]
+            return here.mixed(batch, tokens)
+
+        times = _Times(check)
+        drive(runner, s.steps, make, times.around)
+        step = times.step_s(0)
+        yield Result(f"decode, batch {batch}, step", alone * 1e3, "ms")
+        yield Result(f"step of {batch} rows and {part} tokens of a prompt", step * 1e3, "ms")
+        done = prefill_flops(s.shape, part, s.steps * part // 2) + 2 * batch * s.shape.step_weights
+        yield check.speed("mixed step, operations", done / step, "FLOP/s", MATMUL)
+
+
+def lora(check: Check) -> Iterator[Result]:
+    raise Skip("the engine has no adapters yet")
+    yield
+
+
+@contextmanager
+def model(
+    check: Check, s: Sizes, *, sequences: int, longest: int, graphs: bool = True
+) -> Iterator[TorchRunner]:
+    """A runner over a Llama of that shape, made on the device without a checkpoint.
+
+    sequences: how many run at once. longest: positions of one, and of all on average at most.
+    """
+    settings = llama(s.shape, longest)
+    with torch.device(check.device):
+        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=getattr(torch, s.kind), attn_implementation="eager"
+        )
+    each = -(-max(longest if sequences < 4 else 0, s.context) // BLOCK)
+    config = EngineConfig(
+        "random",
+        device=check.device,
+        attention="auto" if check.on_gpu else "triton",
+        exact=False,
+        num_blocks=max(sequences * each, _CHECKED_BLOCKS),
+        block_size=BLOCK,
+        max_model_len=longest,
+        max_batch=sequences,
+        max_step_tokens=s.chunk + sequences,
+        graphs=graphs,
+    )
+    description = ModelDescription("random", "", longest, s.shape.vocab, ())
+    device = torch.device(check.device)
+    loaded = LoadedModel(network.eval().requires_grad_(False), description, device)
+    free = torch.cuda.mem_get_info()[0] if check.on_gpu else 1 << 40
+    runner = TorchRunner.over(loaded, config, free + _held(network))
+    del network, loaded
+    try:
+        yield runner
+    finally:
+        runner.close()
+        give_back(check.device)
+
+
+def llama(shape: Shape, longest: int) -> Any:
+    """transformers' configuration of a shape."""
+    return transformers.LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -46,126 +200,166 @@ def open_model(
         max_position_embeddings=longest,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
-    with torch.device(device):
-        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            settings, dtype=torch.bfloat16, attn_implementation="eager"
-        )
-    description = ModelDescription("random", "", longest, shape.vocab, ())
-    config = EngineConfig(
-        "random",
-        device=device,
-        num_blocks=-(-positions // BLOCK),
-        block_size=BLOCK,
-        max_model_len=longest,
-        max_batch=batch,
-        max_step_tokens=CHUNK + batch,
-    )
-    loaded = LoadedModel(network.eval().requires_grad_(False), description, torch.device(device))
-    return TorchRunner.over(loaded, config, free)
+
+
+def _held(network: Any) -> int:
+    """Bytes of the weights: what was free before them counts."""
+    return sum(parameter.nbytes for parameter in network.parameters())
 
 
 def fill(
-    runner: TorchRunner, sequences: int, prompt: int, context: int, vocab: int
+    check: Check, runner: ModelRunner, s: Sizes, sequences: int, prompt: int
 ) -> tuple[Batch, list[tuple[int, float]]]:
     """Computes random prompts. Returns the batch, and (first position, seconds) of each chunk."""
     numbers = random.Random(7)
-    batch = Batch([0] * sequences, -(-context // BLOCK))
+    each = -(-max(prompt + BLOCK, s.context) // BLOCK)
+    batch = Batch([0] * sequences, min(each, runner.num_blocks // sequences))
     plans = []
     firsts = []
     for i in range(sequences):
-        for start in range(0, prompt, CHUNK):
-            count = min(CHUNK, prompt - start)
-            tokens = [numbers.randrange(vocab) for _ in range(count)]
+        for start in range(0, prompt, s.chunk):
+            count = min(s.chunk, prompt - start)
+            tokens = [numbers.randrange(s.shape.vocab) for _ in range(count)]
             plans.append(batch.prompt(i, tokens, last=start + count == prompt))
             firsts.append(start)
-    edges: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    steps = run(runner, len(plans), iter(plans).__next__, _between(edges))
+    times = _Times(check)
+    steps = drive(runner, len(plans), iter(plans).__next__, times.around)
     batch.known = {i: step[0] for i, step in enumerate(step for step in steps if step)}
-    torch.cuda.synchronize()
-    times = [began.elapsed_time(ended) / 1e3 for began, ended in edges]
-    return batch, list(zip(firsts, times, strict=True))
+    return batch, list(zip(firsts, times.each_s(), strict=True))
 
 
-def prefill(runner: TorchRunner, shape: Shape, peak: float, prompt: int) -> list[Result]:
-    """Whole chunks of one long prompt, as a share of the largest product's rate."""
-    fill(runner, 1, prompt, prompt + BLOCK, shape.vocab)
-    _, times = fill(runner, 1, prompt, prompt + BLOCK, shape.vocab)
-    return [
-        compared(
-            f"prefill, {CHUNK} tokens after {first}",
-            prefill_flops(shape, CHUNK, first) / taken,
-            "FLOP/s",
-            peak,
-        )
-        for first, taken in times
-    ]
+def prefill(
+    check: Check, runner: ModelRunner, s: Sizes, prompt: int, firsts: tuple[int, ...] = ()
+) -> Iterator[Result]:
+    """Whole chunks of one long prompt, as a share of the largest product's rate. firsts: the
+    chunks' first positions; all, if empty."""
+    fill(check, runner, s, 1, prompt)
+    _, times = fill(check, runner, s, 1, prompt)
+    for first, taken in times:
+        if not firsts or first in firsts:
+            done = prefill_flops(s.shape, s.chunk, first)
+            name = f"prefill, {s.chunk} tokens after {first}"
+            yield check.speed(name, done / taken, "FLOP/s", MATMUL, PREFILL_GOAL)
 
 
 def decode(
-    runner: TorchRunner, shape: Shape, bandwidth: float, batch: int, prompt: int, context: int
-) -> list[Result]:
-    """Steps of one token per sequence: against the memory's bandwidth, without graphs, and with
-    sampling, and how long the GPU stands idle between two steps."""
-    steps = 32
-    filled, _ = fill(runner, batch, prompt, context, shape.vocab)
-    name = f"decode, batch {batch}"
-
-    def timed(params: SamplingParams) -> tuple[float, float, float]:
-        """Median seconds of a step, of the gap before it, and of the host's own work for it."""
-        here = replace(
-            filled, lengths=list(filled.lengths), known=dict(filled.known), params=params
-        )
-        edges: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        spent: list[float] = []
-        run(runner, steps, here.decode, _between(edges, spent))
-        torch.cuda.synchronize()
-        edges = edges[8:]
-        ends = [ended for _, ended in edges]
-        begins = [began for began, _ in edges]
-        step = ends[0].elapsed_time(ends[-1]) / (len(ends) - 1) / 1e3
-        gaps = [end.elapsed_time(next) / 1e3 for end, next in zip(ends, begins[1:], strict=False)]
-        return step, median(gaps), median(spent[8:])
-
-    step, gap, host = timed(GREEDY)
-    moved = decode_bytes(shape, batch, prompt + steps // 2, 2)
-    found = [
-        compared(f"{name}, memory traffic", moved / step, "B/s", bandwidth),
-        Result(f"{name}, step", step * 1e3, "ms"),
-        Result(f"{name}, GPU idle between steps", gap * 1e3, "ms"),
-        Result(f"{name}, host's submit", host * 1e3, "ms"),
-    ]
-    drawn, _, _ = timed(_NUCLEUS)
-    found.append(compared(f"{name}, step with top-k and top-p", drawn * 1e3, "ms", step * 1e3))
-    with _without_graphs(runner) as had_graphs:
-        if had_graphs:
-            plain, _, _ = timed(GREEDY)
-            found.append(compared(f"{name}, step without graphs", plain * 1e3, "ms", step * 1e3))
-    if not had_graphs:
-        raise RuntimeError("decode steps were not recorded; see the warning above")
-    return found
+    check: Check, runner: ModelRunner, s: Sizes, batch: int, when: str = ""
+) -> Iterator[Result]:
+    """Steps of one token per sequence: against the memory's bandwidth, with sampling, and how long
+    the GPU stands idle between two steps. when: a word for the figures' names."""
+    filled, _ = fill(check, runner, s, batch, s.prompt)
+    name = f"decode{when}, batch {batch}"
+    greedy = _times(check, runner, s, filled, GREEDY)
+    element = 2 if s.kind == "bfloat16" else 4
+    moved = decode_bytes(s.shape, batch, s.prompt + s.warm + s.steps // 2, element)
+    yield check.speed(f"{name}, memory traffic", moved / greedy.step_s, "B/s", READ, DECODE_GOAL)
+    yield Result(f"{name}, step", greedy.step_s * 1e3, "ms")
+    yield Result(f"{name}, tokens", batch / greedy.step_s, "tokens/s")
+    yield Result(f"{name}, GPU idle between steps", greedy.gap_s * 1e3, "ms")
+    yield Result(f"{name}, host's submit", greedy.host_s * 1e3, "ms")
+    drawn = _times(check, runner, s, filled, _NUCLEUS)
+    yield Result(f"{name}, step with top-k and top-p", drawn.step_s * 1e3, "ms")
 
 
-def _between(
-    edges: list[tuple[torch.cuda.Event, torch.cuda.Event]], spent: list[float] | None = None
-) -> Callable[[Callable[[], None]], None]:
-    """Notes where on the GPU's clock each submission's work begins and ends, and the host's time
-    to submit it."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Of decode steps."""
 
-    def around(submit: Callable[[], None]) -> None:
+    step_s: float
+    """From one step's end to the next one's."""
+    gap_s: float
+    """The median of the time from a step's end to the next one's begin."""
+    host_s: float
+    """The median of the host's time to submit a step."""
+
+
+def _times(
+    check: Check, runner: ModelRunner, s: Sizes, filled: Batch, params: SamplingParams
+) -> _Measured:
+    here = replace(filled, lengths=list(filled.lengths), known=dict(filled.known), params=params)
+    times = _Times(check)
+    drive(runner, s.warm + s.steps, here.decode, times.around)
+    return _Measured(times.step_s(s.warm), times.gap_s(s.warm), median(times.host_s[s.warm :]))
+
+
+class _Times:
+    """Where on the device's clock each submission's work begins and ends."""
+
+    def __init__(self, check: Check):
+        self._device = check.device
+        self._edges: list[tuple[Mark, Mark]] = []
+        self.host_s: list[float] = []
+        """What the host took to submit each."""
+
+    def around(self, submit: Callable[[], None]) -> None:
         clock = time.perf_counter()
-        began = event()
+        began = Mark(self._device)
         submit()
-        edges.append((began, event()))
-        if spent is not None:
-            spent.append(time.perf_counter() - clock)
+        self._edges.append((began, Mark(self._device)))
+        self.host_s.append(time.perf_counter() - clock)
 
-    return around
+    def each_s(self) -> list[float]:
+        settle(self._device)
+        return [began.seconds_to(ended) for began, ended in self._edges]
+
+    def step_s(self, skipped: int) -> float:
+        """The mean from one end to the next, without the first ones."""
+        settle(self._device)
+        ends = [ended for _, ended in self._edges[skipped:]]
+        return ends[0].seconds_to(ends[-1]) / (len(ends) - 1)
+
+    def gap_s(self, skipped: int) -> float:
+        settle(self._device)
+        edges = self._edges[skipped:]
+        return median(end.seconds_to(begin) for (_, end), (begin, _) in pairwise(edges))
 
 
-@contextmanager
-def _without_graphs(runner: TorchRunner) -> Iterator[bool]:
-    graphs, runner._graphs = runner._graphs, None
-    try:
-        yield graphs is not None
-    finally:
-        runner._graphs = graphs
+def _prefill_table(check: Check, runner: ModelRunner, s: Sizes) -> Iterator[Result]:
+    chunks = 2
+    yield from kernel_table(
+        check,
+        f"prefill, {s.chunk} tokens",
+        lambda: fill(check, runner, s, 1, chunks * s.chunk),
+        chunks,
+        s.shape.layers,
+    )
+
+
+def _decode_table(check: Check, runner: ModelRunner, s: Sizes, batch: int) -> Iterator[Result]:
+    filled, _ = fill(check, runner, s, batch, s.prompt)
+    drive(runner, 2, filled.decode)
+    yield from kernel_table(
+        check,
+        f"decode, batch {batch}",
+        lambda: drive(runner, s.steps, filled.decode),
+        s.steps,
+        s.shape.layers,
+    )
+
+
+def kernel_table(
+    check: Check, name: str, work: Callable[[], object], steps: int, layers: int
+) -> Iterator[Result]:
+    """What torch's profiler sees of some steps: how many kernels run, and which take the time."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if check.on_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        settle(check.device)
+    # On a CPU there are no kernels; operators stand in for them.
+    wanted = "CUDA" if check.on_gpu else "CPU"
+    count = 0
+    spent: dict[str, float] = {}
+    for event in profile.key_averages():
+        if event.device_type.name != wanted:
+            continue
+        taken = event.self_device_time_total if check.on_gpu else event.self_cpu_time_total
+        if taken > 0:
+            count += event.count
+            short = event.key.split("(")[0][:60]
+            spent[short] = spent.get(short, 0.0) + taken
+    yield Result(f"{name}: kernels a step", count / steps, "kernels")
+    yield Result(f"{name}: kernels a layer and step", count / steps / layers, "kernels")
+    for kernel, taken in sorted(spent.items(), key=lambda pair: -pair[1])[:TOP_KERNELS]:
+        yield Result(f"{name}: {kernel}", taken / steps, "µs a step")

@@ -1,7 +1,8 @@
-"""Times work on a GPU with events of its own clock."""
+"""Times work on a device: with a GPU's own events, or with the host's clock in a rehearsal."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -9,42 +10,45 @@ import torch
 from gpucheck.figures import median
 
 
-def event() -> torch.cuda.Event:
-    """One that is recorded at this point of the current stream."""
-    made = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    made.record()
-    return made
+class Mark:
+    """A point of the current stream's work, or of the host's time on a CPU."""
+
+    def __init__(self, device: str):
+        self._event: torch.cuda.Event | None = None
+        self._host_s = 0.0
+        if device == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host_s = time.perf_counter()
+
+    def seconds_to(self, later: Mark) -> float:
+        """Only after `settle`."""
+        if self._event is None or later._event is None:
+            return later._host_s - self._host_s
+        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
-def seconds(work: Callable[[], object], repeats: int = 15) -> float:
+def settle(device: str) -> None:
+    """Waits until the device has done all its work."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def give_back(device: str) -> None:
+    """Returns unused memory to the device, for what allocates beside torch or next."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def seconds(work: Callable[[], object], device: str, repeats: int = 15) -> float:
     """The median over repeats, after three runs that do not count."""
     for _ in range(3):
         work()
     times = []
     for _ in range(repeats):
-        began = event()
+        began = Mark(device)
         work()
-        ended = event()
-        times.append((began, ended))
-    torch.cuda.synchronize()
-    return median(began.elapsed_time(ended) / 1e3 for began, ended in times)
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second of a large copy on the device, read and written ones both counted."""
-    source = torch.randn(1 << 30, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
-
-
-def read_bandwidth() -> float:
-    """Bytes a second of a large sum, which only reads."""
-    source = torch.randn(1 << 30, device="cuda")
-    return source.nbytes / seconds(lambda: source.sum())
-
-
-def matmul_rate() -> float:
-    """Operations a second of a large bfloat16 product of random numbers."""
-    size = 8192
-    left, right = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: left @ right)
+        times.append((began, Mark(device)))
+    settle(device)
+    return median(began.seconds_to(ended) for began, ended in times)

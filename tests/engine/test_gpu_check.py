@@ -1,13 +1,16 @@
-"""The host's side of the GPU check: its arithmetic, its report, and that a part may fail alone.
-
-What it does with a runner is tried on the CPU with small models.
-"""
+"""The GPU check: its parent with real processes, its arithmetic, and a rehearsal on the CPU."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +18,16 @@ import torch
 import gpu_check
 from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.report import Result
-from gpucheck import figures, kernels, parity, speed
+from gpucheck import figures, kernels, sections, strip_nixl
+from gpucheck.check import Check
 from gpucheck.driving import generate
+from gpucheck.sections import SECTIONS, Section
 from tests.engine import driving
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import random_prompts
+from tests.engine.tiny_models import ARCHS
+
+ROOT = Path(gpu_check.__file__).resolve().parents[1]
 
 
 def test_weights_and_kv_of_a_known_model() -> None:
@@ -55,62 +63,250 @@ def test_a_runner_is_driven_with_steps_ahead() -> None:
     assert generate(FakeRunner(depth=2), prompts, 6, chunk=16) == wanted
 
 
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_check.main(["--json", str(tmp_path / "gpu.json")]) == 2
-    assert "no GPU" in capsys.readouterr().err
-    assert not (tmp_path / "gpu.json").exists()
+def test_a_share_is_judged_on_a_gpu_only() -> None:
+    known = {"ceiling": 10.0}
+    assert Check(known=known).speed("x", 7.0, "B/s", "ceiling", 0.8).met is False
+    assert Check(known=known).speed("x", 8.0, "B/s", "ceiling", 0.8).met is True
+    assert Check(device="cpu", known=known).speed("x", 7.0, "B/s", "ceiling", 0.8).met is None
+    # What it would be a share of was not measured.
+    assert Check().speed("x", 7.0, "B/s", "ceiling", 0.8).ratio is None
+    assert Check().duration("x", 0.3, "ms", 0.2).met is False
 
 
-def test_a_part_that_fails_is_told_and_the_others_count(tmp_path: Path) -> None:
-    check = gpu_check.Check(quick=True)
-    check.attempt("good", lambda check: [Result("speed", 3.0, "B/s", goal=2.0, met=True)])
-    assert check.sound
-    check.attempt("bad", lambda check: [Result("x", check.ceiling("read bandwidth"), "B/s")])
-    check.attempt("after", lambda check: [Result("size", 1.0, "B")])
-    gpu_check.report(check, tmp_path / "gpu.json")
-    said = json.loads((tmp_path / "gpu.json").read_text())
-    assert said["failures"] == {"bad": "RuntimeError: read bandwidth was not measured"}
-    names = [result["name"] for result in said["results"]]
-    assert names == ["speed", "good took", "bad took", "size", "after took"]
-    assert set(said["versions"]) == {"torch", "triton", "transformers"}
-    assert not check.sound
+def section(name: str, limit_s: float = 60.0, **fields: Any) -> Section:
+    made = Section(name, "A", f"tests.engine.gpu_sections:{name}", "", 0.0, limit_s)
+    return replace(made, **fields)
 
 
-def test_a_missed_goal_is_no_success() -> None:
-    check = gpu_check.Check(quick=True)
-    check.attempt("slow", lambda check: [Result("speed", 1.0, "B/s", goal=2.0, met=False)])
-    assert not check.failures and not check.sound
+class Run:
+    """The parent over sections of our own."""
+
+    def __init__(self, path: Path, cache: Path) -> None:
+        self.path = path
+        self._options = gpu_check.Options("cpu", quick=True, jobs=2, cache=cache)
+
+    def __call__(self, *chosen: Section, budget_s: float = 300.0, device: str = "cpu") -> bool:
+        processes = gpu_check.Processes()
+        report = gpu_check.Report(self.path, self._options, {"kind": device})
+        try:
+            return gpu_check.run(chosen, report, self._options, budget_s, processes)
+        finally:
+            processes.close()
+
+    @property
+    def said(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.path.read_text())
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        return [result["name"] for result in self.said["results"]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    yield Run(tmp_path / "gpu.json", tmp_path / "cache")
+
+
+def test_each_part_fails_alone_and_keeps_what_it_measured(run: Run) -> None:
+    hanging = section("hangs", limit_s=3.0)
+    assert not run(section("crashes"), hanging, section("raises"), section("good"))
+    states = {name: found["state"] for name, found in run.said["sections"].items()}
+    assert states == {
+        "crashes": "crashed",
+        "hangs": "timed out",
+        "raises": "failed",
+        "good": "done",
+    }
+    parts = {name: found["parts"].get("", {}) for name, found in run.said["sections"].items()}
+    assert parts["crashes"]["reason"] == "SIGSEGV"
+    assert parts["raises"]["reason"] == "ValueError: no such kernel"
+    # Where it stood.
+    assert "gpu_sections.py" in parts["hangs"]["tail"] and "hangs" in parts["hangs"]["tail"]
+    assert run.names == ["before it crashed", "before it hung", "before it raised", "speed"]
+    # A part's own processes end with it.
+    pid = int(next(r["value"] for r in run.said["results"] if r["name"] == "before it hung"))
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return "Z"
+
+
+def test_a_run_goes_on_where_one_ended(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not run(section("good"), section("raises"))
+    assert not run(section("good"), section("raises"), section("slow"))
+    assert capsys.readouterr().out.count("measured before") == 1
+    # Of the failed section only the later attempt counts, and what others compare with is known.
+    assert run.names == ["speed", "before it raised", "share"]
+    share = run.said["results"][-1]
+    assert (share["section"], share["against"], share["ratio"]) == ("slow", 3.0, 1 / 3)
+    # Another device's figures are none of ours.
+    assert run(section("good"), device="another")
+    assert run.names == ["speed"]
+
+
+def test_what_does_not_fit_the_budget_is_left_out_and_said(run: Run) -> None:
+    assert not run(section("slow", expected_s=1000.0), section("good"))
+    assert run.said["sections"]["slow"]["state"] == "no time"
+    assert "takes about 1000 s" in run.said["sections"]["slow"]["parts"][""]["reason"]
+    assert run.said["sections"]["good"]["state"] == "done"
+    assert not run(section("good"), section("slow"), budget_s=1.0)
+
+
+def test_what_cannot_run_here_is_no_failure(run: Run) -> None:
+    assert run(section("skips"), section("good", parts=("one", "two"), together=True))
+    assert run.said["sections"]["skips"]["parts"][""]["reason"] == "it is not installed here"
+    assert run.names == ["speedone", "speedtwo"]
+
+
+def test_a_missed_goal_is_no_success(run: Run) -> None:
+    report = gpu_check.Report(run.path, gpu_check.Options("cpu", True, 1, run.path), {})
+    assert not gpu_check.judge([section("good")], report)
+    good = Result("speed", 1.0, "B/s", goal=2.0, met=True)
+    report.add("good", {"": gpu_check.Outcome("done", results=[good])})
+    assert gpu_check.judge([section("good")], report)
+    report.add("good", {"": gpu_check.Outcome("done", results=[replace(good, met=False)])})
+    assert not gpu_check.judge([section("good")], report)
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/gpu_check.py"), "A", "--json", str(path)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout
+    assert "no GPU" in done.stderr
+    assert not path.exists()
+
+
+def test_the_parent_needs_no_torch() -> None:
+    code = "import sys, gpu_check; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT / "services")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
+
+
+ON_THE_MACHINE = {
+    *("torch", "torchgen", "triton", "transformers", "numpy", "tokenizers", "safetensors"),
+    *("huggingface_hub", "xxhash", "google", "nixl", "jinja2", "tqdm", "packaging"),
+}
+"""What a bare machine has or is brought: packages that our code may import there. Beside them come
+those that these import by themselves."""
 
 
 @pytest.mark.deep
-def test_tokens_are_held_against_transformers(
-    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parity, "QUICK", ("llama",))
-    monkeypatch.setattr(parity, "LENGTHS", (1, 33))
-    (found,) = parity.tokens_of_tiny_models("float32", quick=True, device="cpu")
-    assert (found.ratio, found.met, found.against) == (1.0, True, 48)
-    monkeypatch.setattr(parity, "generate", lambda runner, prompts, new_tokens, chunk: [[0], [0]])
-    (found,) = parity.tokens_of_tiny_models("float32", quick=True, device="cpu")
-    assert found.met is False
+def test_sections_import_only_what_a_bare_machine_has() -> None:
+    modules = sorted({s.run.partition(":")[0] for s in SECTIONS})
+    code = f"""
+import importlib, sys, torch, triton, transformers
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
+before = set(sys.modules)
+for name in {modules!r}:
+    importlib.import_module(name)
+print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
+"""
+    environment = gpu_check.environment(gpu_check.Options("cpu", True, 1, ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = {"baton", "baton_loadtest", "gpucheck", "tests"}
+    found = {name for name in done.stdout.split() if not name.startswith("_")}
+    assert found - ours - ON_THE_MACHINE - set(sys.stdlib_module_names) == set()
+
+
+def test_the_table_names_what_there_is() -> None:
+    assert len({s.name for s in SECTIONS}) == len(SECTIONS)
+    assert {*sections.FIVE, *sections.OTHERS} == set(ARCHS)
+    cases = {part.partition(", ")[2] for s in SECTIONS if s.name == "kernels" for part in s.parts}
+    assert cases == {case.name for case in kernels.CASES}
+    for command in "ABC":
+        expected = sum(s.expected_s for s in SECTIONS if s.command == command)
+        assert expected + SECTIONS[0].expected_s <= gpu_check.COMMAND_S, command
+
+
+def test_everything_fits_what_may_travel() -> None:
+    """64 MiB, of which a stripped NIXL takes 33."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert sum(path.stat().st_size for path in files if path.exists()) < 28 * 2**20
 
 
 @pytest.mark.parametrize("device", [CUDA, INTERPRETER])
-def test_kernels_are_held_against_float64(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_held_against_float64(device: str) -> None:
     case = kernels.Case("small", heads=4, kv_heads=2, size=16, window=20, sinks=True)
-    monkeypatch.setattr(kernels, "CASES", (case,))
-    monkeypatch.setattr(kernels, "PARTS", ((0, 20), (17, 1), (30, 5)))
-    (found,) = kernels.correctness("float32", device)
-    assert found.met, found.value
+    assert kernels.error_of(case, "float32", device, ((0, 20), (17, 1), (30, 5))) < 1e-4
 
 
 @pytest.mark.deep
-def test_a_model_is_made_without_files() -> None:
-    shape = figures.Shape(2, 64, 128, 4, 2, 16, 256)
-    runner = speed.open_model(shape, 2, 256, 96, device="cpu")
-    texts = generate(runner, random_prompts((5, 30), 256), 4)
-    assert [len(text) for text in texts] == [4, 4]
-    runner.close()
+def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "attention", lambda *args, **fields: torch.zeros(1))
+    case = kernels.Case("small", heads=4, kv_heads=2, size=16)
+    assert kernels.error_of(case, "float32", "cpu", ((0, 20),)) > 1
+
+
+@pytest.mark.deep
+def test_a_stripped_nixl_moves_kv(tmp_path: Path) -> None:
+    """It is small, imports, and passes the transports' contract in place of the whole one."""
+    folder = tmp_path / "carried"
+    script = str(ROOT / "scripts/gpucheck/strip_nixl.py")
+    subprocess.run([sys.executable, script, "--out", str(folder)], check=True)
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 36 * 2**20
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    code = "import nixl, google.protobuf; print(nixl.__file__, google.protobuf.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert found.count(str(folder)) == 2
+    contract = [sys.executable, "-m", "pytest", "-q", "-k", "nixl"]
+    done = subprocess.run(
+        [*contract, "tests/kv/test_transport_contract.py"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_is_no_nixl_is_not_stripped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert strip_nixl.main(["--from", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "there is no nixl/*.py" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [s.name for s in SECTIONS])
+def test_every_section_runs_to_its_end_on_a_cpu(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "scripts/gpu_check.py"),
+            *("--device", "cpu", "--quick", "--json", str(path), "--only", name),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(path.read_text())["sections"][name]["state"] in ("done", "skipped")
