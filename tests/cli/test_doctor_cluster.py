@@ -97,6 +97,10 @@ def test_gpus_and_rdma_are_missed_where_they_are_needed() -> None:
         assert status(judge(REFUSED, needing)) == "warn"
         assert status(judge(REFUSED, CPU)) == "ok"
     assert cluster.judge_gpus(full, TCP).detail == "8 GPUs on 1 nodes"
+    sliced = nodes(
+        {"metadata": {"name": "s"}, "status": {"allocatable": {f"{cluster.MIG}1g": "7"}}}
+    )
+    assert cluster.judge_gpus(sliced, TCP).detail.endswith("slices: nvidia.com/mig-1g")
     assert "rdma/shared" in cluster.judge_rdma(full, RDMA).detail
     assert status(cluster.judge_rdma(bare, TCP)) == "ok"
 

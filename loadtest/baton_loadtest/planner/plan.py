@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
 from baton.engine.config import EngineConfig, configure_threads
 from baton.engine.memory import size
+from baton.worker.hardware import sizes
 from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 
@@ -36,8 +37,12 @@ def add_parser(subparsers: Any) -> None:
         help="free memory of the device (default: what is free here)",
     )  # fmt: skip
     memory.add_argument(
-        "--memory-share", type=float, default=_DEFAULTS.memory_share, metavar="S",
-        help="of it, what the worker may take (default %(default)s)",
+        "--role", choices=("prefill", "decode"), default="decode",
+        help="whose defaults to plan with (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--memory-share", type=float, metavar="S",
+        help="of it, what the worker may take (default: as the worker, by its device)",
     )  # fmt: skip
     memory.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     memory.add_argument(
@@ -50,12 +55,12 @@ def add_parser(subparsers: Any) -> None:
         help="positions of the longest sequence (default: the model's)",
     )  # fmt: skip
     memory.add_argument(
-        "--sequences", type=int, default=_DEFAULTS.max_batch, metavar="N",
-        help="at once (default %(default)s)",
+        "--sequences", type=int, metavar="N",
+        help="at once (default: as the worker, by its device)",
     )  # fmt: skip
     memory.add_argument(
-        "--step-tokens", type=int, default=_DEFAULTS.max_step_tokens, metavar="N",
-        help="most prompt tokens of a step (default %(default)s)",
+        "--step-tokens", type=int, metavar="N",
+        help="most prompt tokens of a step (default: as the worker, by its device and the model)",
     )  # fmt: skip
     memory.add_argument(
         "--block-size", type=int, default=_DEFAULTS.block_size, metavar="N",
@@ -82,19 +87,30 @@ def _memory(args: argparse.Namespace) -> int:
         device=args.device,
         block_size=args.block_size,
         kv_memory_bytes=0,
-        memory_share=args.memory_share,
         max_model_len=args.context,
-        max_batch=args.sequences,
-        max_step_tokens=args.step_tokens + args.sequences,
         quantize=args.quantize,
     )
     if "torch" not in sys.modules:
         configure_threads()
     try:
-        from baton.engine.footprint import foresee
+        from baton.engine.footprint import foresee, total_bytes, weights_bytes
+        from baton.engine.loader import outline
     except ImportError as error:
         raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
     free = None if args.memory_gib is None else int(args.memory_gib * GIB)
+    model = outline(config)
+    on_gpu = model.device.type == "cuda"
+    found = sizes(
+        args.role,
+        (free or total_bytes(model.device)) if on_gpu else None,
+        weights_bytes(model.network, model.device, config.quantize),
+    )
+    sequences = found.max_running if args.sequences is None else args.sequences
+    tokens = found.step_tokens if args.step_tokens is None else args.step_tokens
+    share = found.memory_share if args.memory_share is None else args.memory_share
+    config = replace(
+        config, memory_share=share, max_batch=sequences, max_step_tokens=tokens + sequences
+    )
     outlook = foresee(config, free)
     memory = outlook.memory
     everything = memory.needed_bytes(config.max_batch)
@@ -105,7 +121,7 @@ def _memory(args: argparse.Namespace) -> int:
         (
             "all at once",
             f"{config.max_batch} sequences of {memory.model_len} take {size(everything)} with "
-            f"weights and activations: a device with {size(int(everything / args.memory_share))}",
+            f"weights and activations: a device with {size(int(everything / share))}",
         ),
     ]
     for name, text in lines:

@@ -192,10 +192,10 @@ def gpu() -> Finding:
         return warn("unknown without torch", ENGINE_ADVICE)
     if cuda.is_available():
         names = [cuda.get_device_name(index) for index in range(cuda.device_count())]
-        return ok(", ".join(names))
+        return ok(f"{', '.join(names)}; 'baton doctor gpu' says more")
     if Path("/dev/nvidia0").exists():
         return warn(
-            "there is a GPU that torch does not see", "install a CUDA build of torch, or a driver"
+            "there is a GPU that torch does not see", "'baton doctor gpu' says what it lacks"
         )
     return ok("none; the engine runs on the CPU")
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from baton.cli import access, checks, doctor_cluster, state
+from baton.cli import access, checks, doctor_cluster, gpu_checks, state
 from baton.cli.checks import Finding, fail, ok
 from baton.cli.kv import command as kv
 from baton.rpc.address import split
@@ -25,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     about = parser.add_subparsers(dest="about", metavar="WHAT")
     kv.add_parser(about)
+    gpu_checks.add_parser(about)
     doctor_cluster.add_parser(about)
 
 
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 if a check failed, else 0. Raises InvalidArgument."""
     if args.about == "kv":
         return kv.run(args)
+    if args.about == "gpu":
+        return gpu_checks.run(args)
     if args.about == "cluster":
         return doctor_cluster.run(args)
     if args.grpc:

@@ -185,8 +185,8 @@ def local_memory_lock(needs: Needs, limit: int | None = None) -> Finding:
     if needs.rdma:
         return warn(
             detail,
-            "RDMA registers the KV ring: give prefill and decode the capability IPC_LOCK (the "
-            "preset gpu-rdma does), or raise the container runtime's LimitMEMLOCK",
+            "RDMA locks the staging memory: raise the container runtime's LimitMEMLOCK (the "
+            "capability IPC_LOCK has no effect on users other than root, as Baton's is)",
         )
     return ok(f"{detail}; TCP and shared memory need none")
 
@@ -354,6 +354,7 @@ OLDEST_MINOR = 30
 """The chart's minimum (kubeVersion)."""
 
 GPU = "nvidia.com/gpu"
+MIG = "nvidia.com/mig-"
 EXTENSIONS = {
     "keda.sh": "KEDA (keda.enabled)",
     "monitoring.coreos.com": "Prometheus operator (serviceMonitor, podMonitor)",
@@ -422,15 +423,18 @@ def judge_access(account: str, reviews: Sequence[tuple[str, bool | None]]) -> Fi
 def judge_gpus(nodes: ApiAnswer, needs: Needs) -> Finding:
     if nodes.status != 200:
         return _unseen("nodes", nodes.status, needed=needs.gpu)
-    found = _counted(nodes.items, lambda name: name == GPU)
+    found = _counted(nodes.items, lambda name: name == GPU or name.startswith(MIG))
     if found:
+        kinds = sorted({name for resources in found.values() for name in resources} - {GPU})
         total = sum(sum(resources.values()) for resources in found.values())
-        return ok(f"{total} GPUs on {len(found)} nodes")
+        slices = f", among them slices: {', '.join(kinds)}" if kinds else ""
+        return ok(f"{total} GPUs on {len(found)} nodes{slices}")
     if needs.gpu:
         return fail(
             f"no node offers {GPU}",
             "install the NVIDIA device plugin (or GPU operator) on nodes with GPUs; "
-            "'kubectl describe node' shows what a node offers",
+            "'kubectl describe node' shows what a node offers; with dynamic resource allocation "
+            "'kubectl get resourceslices' does",
         )
     return ok("none, and none is needed")
 

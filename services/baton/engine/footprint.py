@@ -159,14 +159,20 @@ def free_bytes(device: torch.device) -> int:
     """What can still be allocated on a device. Raises InvalidArgument when there is no such one."""
     if device.type == "cpu":
         return host_free_bytes()
-    if not torch.cuda.is_available():
-        raise InvalidArgument("there is no GPU here that torch can use", field="device")
-    return torch.cuda.mem_get_info(device)[0]
+    return _gpu_memory(device)[0]
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """A GPU's memory; None for the host's, of which others take what they like."""
-    return None if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    """A GPU's memory; None for the host's, of which others take what they like. Raises
+    InvalidArgument like `free_bytes`."""
+    return None if device.type == "cpu" else _gpu_memory(device)[1]
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes."""
+    if not torch.cuda.is_available():
+        raise InvalidArgument("there is no GPU here that torch can use", field="device")
+    return torch.cuda.mem_get_info(device)
 
 
 def size_pool(

@@ -41,7 +41,7 @@ def test_a_large_model_is_planned_from_its_configuration_alone(
     assert found["block_bytes"] == 16 * 131072
     assert found["sequence_bytes"] == 8192 * 131072
     taken = found["weights_bytes"] + found["activation_bytes"] + found["kv_bytes"]
-    assert 0 <= 0.8 * 80 * 2**30 - taken < found["block_bytes"]
+    assert 0 <= 0.9 * 80 * 2**30 - taken < found["block_bytes"]
     assert found["sequences"] == found["num_blocks"] // 512 > 40
     said = capsys.readouterr().out
     assert "a token's KV 128 KiB" in said and "of 8192 takes 1 GiB" in said
