@@ -22,7 +22,7 @@ from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.loader import LoadedModel
 from baton.engine.runner import TorchRunner
-from baton_loadtest.report import Result
+from baton_loadtest.report import Result, compared
 from gpucheck.ceilings import MATMUL, READ
 from gpucheck.check import Check, Skip
 from gpucheck.driving import GREEDY, Batch
@@ -86,15 +86,38 @@ def run(check: Check) -> Iterator[Result]:
             yield Result("most memory allocated", torch.cuda.max_memory_allocated(), "B")
 
 
-def without_graphs(check: Check) -> Iterator[Result]:
-    """Decode when each kernel is launched by itself."""
+def variant(check: Check) -> Iterator[Result]:
+    """Prefill and decode with one thing taken away, which the part names."""
     s = sizes(check)
-    largest = max(s.batches)
-    with model(check, s, sequences=largest, longest=s.context, graphs=False) as runner:
+    graphs, decoder = check.part != "no graphs", "auto"
+    if check.part == "transformers' decoder":
+        decoder = "transformers"
+    most = max(s.batches)
+    with model(
+        check,
+        s,
+        sequences=most,
+        longest=max(2 * s.chunk, s.context),
+        graphs=graphs,
+        decoder=decoder,
+    ) as runner:
         for batch in s.batches:
             filled, _ = fill(check, runner, s, batch, s.prompt)
-            step = _times(check, runner, s, filled, GREEDY).step_s
-            yield Result(f"decode, batch {batch}, step without graphs", step * 1e3, "ms")
+            step_s = _times(check, runner, s, filled, GREEDY).step_s
+            yield _beside(check, f"decode, batch {batch}, step", step_s)
+        _, times = fill(check, runner, s, 1, 2 * s.chunk)
+        taken = times[-1][1]
+        done = prefill_flops(s.shape, s.chunk, s.chunk) / taken
+        name = f"prefill, {s.chunk} tokens after {s.chunk}, {check.part}"
+        yield check.speed(name, done, "FLOP/s", MATMUL)
+
+
+def _beside(check: Check, name: str, step_s: float) -> Result:
+    """A step's milliseconds, beside those of the engine as it is."""
+    usual = check.known.get(name)
+    step_ms = step_s * 1e3
+    name = f"{name}, {check.part}"
+    return Result(name, step_ms, "ms") if usual is None else compared(name, step_ms, "ms", usual)
 
 
 def large_batches(check: Check) -> Iterator[Result]:
@@ -150,12 +173,19 @@ def lora(check: Check) -> Iterator[Result]:
 
 @contextmanager
 def model(
-    check: Check, s: Sizes, *, sequences: int, longest: int, graphs: bool = True
+    check: Check,
+    s: Sizes,
+    *,
+    sequences: int,
+    longest: int,
+    graphs: bool = True,
+    decoder: str = "auto",
 ) -> Iterator[TorchRunner]:
     """A runner over a Llama of that shape, made on the device without a checkpoint.
 
     sequences: how many run at once. longest: positions of one, and of all on average at most.
     """
+    free = torch.cuda.mem_get_info()[0] if check.on_gpu else 1 << 40
     settings = llama(s.shape, longest)
     with torch.device(check.device):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -173,12 +203,12 @@ def model(
         max_batch=sequences,
         max_step_tokens=s.chunk + sequences,
         graphs=graphs,
+        decoder=decoder,
     )
     description = ModelDescription("random", "", longest, s.shape.vocab, ())
     device = torch.device(check.device)
     loaded = LoadedModel(network.eval().requires_grad_(False), description, device)
-    free = torch.cuda.mem_get_info()[0] if check.on_gpu else 1 << 40
-    runner = TorchRunner.over(loaded, config, free + _held(network))
+    runner = TorchRunner.over(loaded, config, free)
     del network, loaded
     try:
         yield runner
@@ -200,11 +230,6 @@ def llama(shape: Shape, longest: int) -> Any:
         max_position_embeddings=longest,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
-
-
-def _held(network: Any) -> int:
-    """Bytes of the weights: what was free before them counts."""
-    return sum(parameter.nbytes for parameter in network.parameters())
 
 
 def fill(

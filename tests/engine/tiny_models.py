@@ -1,4 +1,7 @@
-"""Builds tiny random-weight models with a tokenizer, saved as folders like any real model's."""
+"""Builds tiny random-weight models with a tokenizer, saved as folders like any real model's.
+
+torch is imported when a model is built: the GPU check lists architectures without it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB = 1000
 CHAT_TEMPLATE = (
@@ -39,6 +38,8 @@ def _without(*names: str) -> dict[str, Any]:
 
 
 def _config(name: str, **settings: Any) -> Any:
+    import transformers
+
     return getattr(transformers, name)(**settings)
 
 
@@ -160,6 +161,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
     """A transformers model with random float32 weights, in eval mode. changes: to its config."""
+    import torch
+    import transformers
+
     torch.manual_seed(seed)
     config = {**ARCHS, **REFUSED}[arch]()
     for name, value in changes.items():
@@ -179,6 +183,8 @@ def save_tiny_model(arch: str, folder: Path, *, seed: int = 0, **changes: Any) -
 
 def save_tokenizer(folder: Path) -> None:
     """A byte-level BPE of at most VOCAB tokens, trained on a few words, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
