@@ -116,18 +116,18 @@ def _rows(file: Iterator[str]) -> Iterator[tuple[int, list[str]]]:
 
 def mooncake(line: str) -> Recorded:
     try:
-        said = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         raise _Broken("is no JSON") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise _Broken("is no JSON object")
-    at_ms = said.get("timestamp")
+    at_ms = fields.get("timestamp")
     # This comparison also rejects NaN.
     if isinstance(at_ms, bool) or not isinstance(at_ms, int | float) or not 0 <= at_ms < 1e15:
         raise _Broken("timestamp: must be milliseconds, 0 or more")
-    prompt_tokens = _count(said, "input_length", least=1)
-    output_tokens = _count(said, "output_length", least=0)
-    blocks = said.get("hash_ids")
+    prompt_tokens = _count(fields, "input_length", least=1)
+    output_tokens = _count(fields, "output_length", least=0)
+    blocks = fields.get("hash_ids")
     if not isinstance(blocks, list) or not all(type(each) is int for each in blocks):
         raise _Broken("hash_ids: must be a list of whole numbers")
     if len(blocks) != -(-prompt_tokens // BLOCK):
@@ -138,8 +138,8 @@ def mooncake(line: str) -> Recorded:
     return Recorded(at_ms / 1000, prompt_tokens, output_tokens, tuple(blocks))
 
 
-def _count(said: dict[str, Any], name: str, least: int) -> int:
-    found = said.get(name)
+def _count(fields: dict[str, Any], name: str, least: int) -> int:
+    found = fields.get(name)
     if type(found) is not int or not least <= found <= MOST_TOKENS:
         raise _Broken(f"{name}: must be a whole number from {least} to {MOST_TOKENS}")
     return found

@@ -49,12 +49,12 @@ def test_whatever_is_said_and_when_nothing_raises(tracer: Tracer, parent: TraceC
         assert child.recording == span.recording
         for each in (span, child):
             each.rename("d")
-            each.tell({"e": 0.5})
+            each.set_attributes({"e": 0.5})
             each.event("f", at=now())
             each.end("internal", at=now())
         for each in (span, child):
             each.rename("g")
-            each.tell({"h": True})
+            each.set_attributes({"h": True})
             each.event("i")
             each.end()
             each.child("late").end()
@@ -115,7 +115,7 @@ def test_what_is_said_after_the_end_is_dropped() -> None:
     recorded = Recorded()
     span: Span = recorded.tracer.begin("a")
     span.end("overloaded")
-    span.tell({"late": 1})
+    span.set_attributes({"late": 1})
     span.end()
     (made,) = recorded.spans
     assert dict(made.attributes or {}) == {"error.type": "overloaded"}

@@ -145,7 +145,7 @@ def _run(
         facts,
         choice or _Fixed(first),
         startup_s=startup_s,
-        told=lambda now, prefills, decodes: paid.append((now, prefills + decodes)),
+        on_check=lambda now, prefills, decodes: paid.append((now, prefills + decodes)),
     )
     records = simulation.run(traffic).records
     return ScaledFleet(name, records, scaler.worker_s, paid)

@@ -135,11 +135,11 @@ def _inject(world: World, rule: str) -> tuple[bool, int]:
     rule = f"seed={world.draw.getrandbits(30)};{rule}"
     at_sender = "@sender." in rule
     before = world.peers["sender" if at_sender else "receiver"].ask("state")["injected"]
-    said = world.hand_over(
+    ended = world.hand_over(
         sender={"faults": rule if at_sender else ""},
         receiver={"faults": "" if at_sender else rule},
     )
     side = world.sender if at_sender else world.receiver
     if side.ask("state")["injected"] != before + 1:
         raise Broken(f"{rule} did not happen")
-    return said["outcome"] == "HandoverFailed", said["wrong"] + said["changed"]
+    return ended["outcome"] == "HandoverFailed", ended["wrong"] + ended["changed"]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 from baton_loadtest.chaos.sides import Settings
-from baton_loadtest.chaos.world import Broken, Peer, PeerGone, Said, World, right, until
+from baton_loadtest.chaos.world import Broken, Peer, PeerGone, PeerMessage, World, right, until
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 
@@ -151,15 +151,15 @@ def _thaw(victim: Peer, other: Peer, orphaned: int, tally: Tally) -> None:
     victim.thaw()
 
 
-def _outcome(answer: Future[Said], role: str) -> str:
+def _outcome(answer: Future[PeerMessage], role: str) -> str:
     """Returns completed, the error's name, or "wrong" for an outcome that is not allowed."""
     try:
-        said = answer.result(DEADLINE_S + 2 * GRACE_S)
+        outcome = answer.result(DEADLINE_S + 2 * GRACE_S)
     except (PeerGone, TimeoutError):
         return "wrong"
     if role == "receiver":
-        clean = said["wrong"] == said["changed"] == 0
-        fine = said["outcome"] in TYPED or said["outcome"] == "completed"
-        return str(said["outcome"]) if clean and fine else "wrong"
-    fine = said["outcome"] == "completed" or said["error"] in TYPED
-    return str(said["outcome"]) if fine else "wrong"
+        clean = outcome["wrong"] == outcome["changed"] == 0
+        fine = outcome["outcome"] in TYPED or outcome["outcome"] == "completed"
+        return str(outcome["outcome"]) if clean and fine else "wrong"
+    fine = outcome["outcome"] == "completed" or outcome["error"] in TYPED
+    return str(outcome["outcome"]) if fine else "wrong"

@@ -56,14 +56,14 @@ class _Stream:
 
     seed: int
     """Of its prompt."""
-    heard: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     """When the request was sent, and when parts of the answer arrived."""
     token_ids: list[int] = field(default_factory=list)
     failed: bool = False
 
     def stall_s(self, since: float, until: float) -> float:
         """Returns the longest pause that overlaps a period."""
-        gaps = zip(self.heard, self.heard[1:], strict=False)
+        gaps = zip(self.times, self.times[1:], strict=False)
         return max((b - a for a, b in gaps if b > since and a < until), default=0.0)
 
 
@@ -149,7 +149,7 @@ async def _read(stub: inference_pb2_grpc.InferenceStub, seed: int) -> _Stream:
         async for response in asked:
             ids: Sequence[int] = response.event.delta.token_ids
             if ids:
-                stream.heard.append(time.monotonic())
+                stream.times.append(time.monotonic())
                 stream.token_ids.extend(ids)
     except grpc.aio.AioRpcError:
         stream.failed = True

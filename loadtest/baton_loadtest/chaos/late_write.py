@@ -75,9 +75,9 @@ def _run(world: World, spare: Peer) -> tuple[int, int, int, bool]:
     world.offer(handover_id)
     taken = world.collect(handover_id)
     until(lambda: sender.frozen, "the sender to freeze")
-    said = result(taken, "the hand-over to be given up")
-    if said["outcome"] != "HandoverFailed" or said["wrong"]:
-        raise Broken(f"the hand-over ended as {said['outcome']}")
+    ended = result(taken, "the hand-over to be given up")
+    if ended["outcome"] != "HandoverFailed" or ended["wrong"]:
+        raise Broken(f"the hand-over ended as {ended['outcome']}")
     orphaned = receiver.ask("state")["orphaned"]
     world.peers["sender"] = spare
     try:

@@ -212,8 +212,8 @@ def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-Said = dict[str, Any]
-Do = Callable[[Said], Awaitable[Said]]
+Values = dict[str, Any]
+Do = Callable[[Values], Awaitable[Values]]
 
 
 class Side(ABC):
@@ -239,7 +239,7 @@ class Side(ABC):
             self.ring, {self.settings.transport: reader}, ucx, faults=self.faults
         )
 
-    async def do(self, command: Said) -> Said:
+    async def do(self, command: Values) -> Values:
         """Executes a command. Raises BatonError, and KeyError for an unknown one."""
         known: dict[str, Do] = {
             "arm": self.arm,
@@ -259,22 +259,22 @@ class Side(ABC):
     def is_idle(self) -> bool:
         """Whether no hand-over is in progress and nothing of one remains."""
 
-    async def arm(self, command: Said) -> Said:
+    async def arm(self, command: Values) -> Values:
         self.faults.arm(parse(command["faults"]))
         return {}
 
-    async def reset(self, command: Said) -> Said:
+    async def reset(self, command: Values) -> Values:
         self.guarded.clear()
         return {}
 
-    async def snapshot(self, command: Said) -> Said:
+    async def snapshot(self, command: Values) -> Values:
         self.guarded.snapshot()
         return {}
 
-    async def late(self, command: Said) -> Said:
+    async def late(self, command: Values) -> Values:
         return {"bytes": self.guarded.num_late()}
 
-    async def state(self, command: Said) -> Said:
+    async def state(self, command: Values) -> Values:
         return {
             "idle": self.is_idle(),
             "free": self.ring.num_free,
@@ -319,7 +319,7 @@ class GivingSide(Side):
     def is_idle(self) -> bool:
         return self.sender.num_offers == self.sender.num_early_streams == 0 and not self._computing
 
-    async def offer(self, command: Said) -> Said:
+    async def offer(self, command: Values) -> Values:
         if "faults" in command:
             await self.arm(command)
         handover_id, size = bytes.fromhex(command["id"]), self.layout.bytes_per_position
@@ -342,7 +342,7 @@ class GivingSide(Side):
         task.add_done_callback(self._computing.discard)
         return {"injected": self.faults.injected.total()}
 
-    async def outcome(self, command: Said) -> Said:
+    async def outcome(self, command: Values) -> Values:
         """Answers when the hand-over has ended."""
         ended = await self._offers.pop(command["id"]).wait()
         return {
@@ -382,15 +382,15 @@ class CollectingSide(Side):
     def is_idle(self) -> bool:
         return self.receiver.idle
 
-    async def snapshot(self, command: Said) -> Said:
+    async def snapshot(self, command: Values) -> Values:
         self._blocks = self.pool.contents()
         return await super().snapshot(command)
 
-    async def late(self, command: Said) -> Said:
+    async def late(self, command: Values) -> Values:
         blocks = differing(self.pool.contents(), self._blocks)
         return {**await super().late(command), "blocks": blocks}
 
-    async def collect(self, command: Said) -> Said:
+    async def collect(self, command: Values) -> Values:
         """full: there is no room. Failures are reported in the answer, not raised."""
         if "faults" in command:
             await self.arm(command)
@@ -432,12 +432,12 @@ async def serve(role: str, settings: Settings) -> None:
     )
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(command: Said) -> None:
+    async def answer(command: Values) -> None:
         try:
-            said = await side.do(command)
+            answer = await side.do(command)
         except Exception as error:
-            said = {"failed": f"{type(error).__name__}: {error}"}
-        say(n=command["n"], **said)
+            answer = {"failed": f"{type(error).__name__}: {error}"}
+        say(n=command["n"], **answer)
 
     while line := await lines.readline():
         task = asyncio.create_task(answer(json.loads(line)))

@@ -26,7 +26,7 @@ from baton_loadtest.chaos.sides import Settings
 PATIENCE_S = 60.0
 """Time limit for what must happen; if it is exceeded the experiment has failed."""
 
-Said = dict[str, Any]
+PeerMessage = dict[str, Any]
 
 
 class PeerGone(BatonError):
@@ -42,7 +42,7 @@ class Peer:
 
     def __init__(self, role: str, settings: Settings, ucx_tls: str) -> None:
         self.role = role
-        self._waiting: dict[int, Future[Said]] = {0: Future()}
+        self._waiting: dict[int, Future[PeerMessage]] = {0: Future()}
         self._numbers = itertools.count(1)
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
         if ucx_tls:
@@ -63,12 +63,12 @@ class Peer:
         hello = self._waiting[0]
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
-        told = hello.result(PATIENCE_S)
-        self.instance_id, self.address = told["instance_id"], told["address"]
+        greeting = hello.result(PATIENCE_S)
+        self.instance_id, self.address = greeting["instance_id"], greeting["address"]
 
-    def begin(self, do: str, **values: object) -> Future[Said]:
+    def begin(self, do: str, **values: object) -> Future[PeerMessage]:
         """Sends a command. Returns the future of its answer, or of PeerGone."""
-        number, answer = next(self._numbers), Future[Said]()
+        number, answer = next(self._numbers), Future[PeerMessage]()
         self._waiting[number] = answer
         assert self._process.stdin is not None
         try:
@@ -80,7 +80,7 @@ class Peer:
                 answer.set_exception(PeerGone(f"the {self.role} is gone"))
         return answer
 
-    def ask(self, do: str, **values: object) -> Said:
+    def ask(self, do: str, **values: object) -> PeerMessage:
         """Sends a command and returns the answer. Raises PeerGone, Broken."""
         return result(self.begin(do, **values), f"the {self.role} to answer {do}")
 
@@ -114,20 +114,20 @@ class Peer:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            answer = self._waiting.pop(said.pop("n"), None)
+            message = json.loads(line)
+            answer = self._waiting.pop(message.pop("n"), None)
             if answer is None:
                 continue
-            if "failed" in said:
-                answer.set_exception(Broken(f"the {self.role}: {said['failed']}"))
+            if "failed" in message:
+                answer.set_exception(Broken(f"the {self.role}: {message['failed']}"))
             else:
-                answer.set_result(said)
+                answer.set_result(message)
         gone = PeerGone(f"the {self.role} ended with code {self._process.wait()}")
         while self._waiting:
             self._waiting.popitem()[1].set_exception(gone)
 
 
-def result(answer: Future[Said], what: str) -> Said:
+def result(answer: Future[PeerMessage], what: str) -> PeerMessage:
     try:
         return answer.result(PATIENCE_S)
     except TimeoutError:
@@ -181,7 +181,7 @@ class World:
     def new_id(self) -> str:
         return self.draw.randbytes(16).hex()
 
-    def offer(self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any) -> Said:
+    def offer(self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any) -> PeerMessage:
         return self.sender.ask(
             "offer",
             id=handover_id,
@@ -193,7 +193,7 @@ class World:
 
     def collect(
         self, handover_id: str, deadline_s: float = PATIENCE_S, **more: Any
-    ) -> Future[Said]:
+    ) -> Future[PeerMessage]:
         return self.receiver.begin(
             "collect",
             id=handover_id,
@@ -204,12 +204,14 @@ class World:
             **more,
         )
 
-    def hand_over(self, *, sender: Said | None = None, receiver: Said | None = None) -> Said:
+    def hand_over(
+        self, *, sender: PeerMessage | None = None, receiver: PeerMessage | None = None
+    ) -> PeerMessage:
         """Runs one hand-over to its end and returns the receiver's answer."""
         handover_id = self.new_id()
         offered = self.offer(handover_id, **(sender or {}))
-        said = result(self.collect(handover_id, **(receiver or {})), "a hand-over to end")
-        return {**said, "given": offered["injected"]}
+        message = result(self.collect(handover_id, **(receiver or {})), "a hand-over to end")
+        return {**message, "given": offered["injected"]}
 
     def settle(self) -> None:
         """Returns when both are idle with all buffers free. Raises Broken if that does not
@@ -222,8 +224,8 @@ class World:
         until(settled, "both sides to be idle with full rings")
 
 
-def right(said: Said, positions: int) -> bool:
+def right(message: PeerMessage, positions: int) -> bool:
     """Returns whether everything was received and every byte is right."""
-    return (said["outcome"], said["unpacked"], said["wrong"], said["changed"]) == (
+    return (message["outcome"], message["unpacked"], message["wrong"], message["changed"]) == (
         "completed", positions, 0, 0
     )  # fmt: skip

@@ -92,8 +92,8 @@ def _once(args: argparse.Namespace, runs: Runs, source: Source) -> int:
         return STOPPED
     if summary.answered:
         return 0
-    said = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
-    print(f"No request was answered: {said or 'none was due'}.", file=sys.stderr)
+    ends = ", ".join(f"{count} {end}" for end, count in summary.ends.most_common())
+    print(f"No request was answered: {ends or 'none was due'}.", file=sys.stderr)
     return 1
 
 
@@ -117,11 +117,11 @@ def _search(args: argparse.Namespace, runs: Runs, source: Source) -> int:
         Result("highest rate within objectives", found.rate or 0.0, "1/s"),
     ]
     print(report.table(figures))
-    print(found.said())
+    print(found.conclusion())
     if args.json:
         _write(args, figures)
     if args.html:
-        page.write(args.html, page.of_search(tried, figures, found.said(), _name(args)))
+        page.write(args.html, page.of_search(tried, figures, found.conclusion(), _name(args)))
         print(f"written to {args.html}", file=sys.stderr)
     if found.tried[-1][1] is Verdict.STOPPED:
         return STOPPED

@@ -29,8 +29,10 @@ _STYLE = (
 )
 
 
-def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequence[Chart]) -> str:
-    """said: notes that come first."""
+def page(
+    title: str, figures: Sequence[Result], remarks: Sequence[str], plots: Sequence[Chart]
+) -> str:
+    """remarks: texts that come first."""
     rows = []
     for result in figures:
         goal = report.goal_text(asdict(result))
@@ -38,7 +40,7 @@ def page(title: str, figures: Sequence[Result], said: Sequence[str], plots: Sequ
             f"<tr><td>{escape(result.name)}</td><td class=n>{report.number(result.value)}</td>"
             f"<td>{escape(result.unit)}</td><td>{escape(goal)}</td></tr>"
         )
-    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in said)
+    notes = "".join(f"<p class=note>{escape(text)}</p>" for text in remarks)
     picture = report.svg(plots, columns=2)
     drawn = picture[picture.index("<svg") :]  # without the header of an SVG file
     return (
@@ -58,7 +60,7 @@ def of_run(summary: Summary, title: str) -> str:
 
 
 def of_search(
-    tried: Sequence[tuple[float, Summary]], figures: Sequence[Result], said: str, title: str
+    tried: Sequence[tuple[float, Summary]], figures: Sequence[Result], remark: str, title: str
 ) -> str:
     """tried: rates and their results."""
     by_rate = sorted(tried, key=lambda one: one[0])
@@ -77,7 +79,7 @@ def of_search(
             for part in (0.5, 0.99)
         )  # fmt: skip
         plots.append(Chart(name, "rate", "ms", lines))
-    return page(title, figures, [said], plots)
+    return page(title, figures, [remark], plots)
 
 
 def write(path: Path, text: str) -> None:

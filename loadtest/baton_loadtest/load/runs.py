@@ -39,7 +39,7 @@ class Shown:
     def __init__(self, total: int, what: str) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
         self._total, self._what = total, what
-        self._looked = self._said = time.monotonic()
+        self._looked = self._shown_at = time.monotonic()
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -63,8 +63,8 @@ class Shown:
         self._looked = now
         if self._console.is_terminal:
             self._bars.update(self._bar, completed=len(run.samples), open=num_open, refresh=True)
-        elif now - self._said >= SAY_S:
-            self._said = now
+        elif now - self._shown_at >= SAY_S:
+            self._shown_at = now
             self._console.print(
                 f"{self._what}: {len(run.samples)} of {self._total} due, {num_open} open"
             )

@@ -375,24 +375,24 @@ def read(path: Path | None, changes: Changes) -> Source:
     for section, name, value in (
         ("lengths", "scale", changes.scale),
         ("lengths", "most_tokens", changes.most_tokens),
-        ("trace" if "trace" in table.said or changes.trace else "arrivals", "seconds",
+        ("trace" if "trace" in table.values or changes.trace else "arrivals", "seconds",
          changes.seconds),
     ):  # fmt: skip
         if value is not None:
-            table.said.setdefault(section, {})[name] = value
+            table.values.setdefault(section, {})[name] = value
     if changes.trace is not None:
-        table.said.pop("arrivals", None)
-        table.said.setdefault("trace", {})["file"] = str(changes.trace.absolute())
+        table.values.pop("arrivals", None)
+        table.values.setdefault("trace", {})["file"] = str(changes.trace.absolute())
         # A trace defines itself what prompts share and which requests follow each other.
-        table.said.pop("prompts", None)
+        table.values.pop("prompts", None)
         for name in ("of", "prompt_tokens", "output_tokens"):
-            table.said.get("lengths", {}).pop(name, None)
+            table.values.get("lengths", {}).pop(name, None)
     if changes.speed is not None:
-        if "trace" not in table.said:
+        if "trace" not in table.values:
             raise InvalidArgument("is for traces", field="speed")
-        table.said["trace"]["speed"] = changes.speed
+        table.values["trace"]["speed"] = changes.speed
     folder = path.parent if path is not None else Path()
-    source = _replay(table, folder, changes) if "trace" in table.said else _drawn(table)
+    source = _replay(table, folder, changes) if "trace" in table.values else _drawn(table)
     if changes.rate is not None:
         if not 0 < changes.rate < math.inf:
             raise InvalidArgument("must be a number above 0", field="rate")
@@ -402,13 +402,13 @@ def read(path: Path | None, changes: Changes) -> Source:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="scenario") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         where = str(error) if isinstance(error, tomllib.TOMLDecodeError) else "is no text"
         raise InvalidArgument(f"{path}: {where}", field="scenario") from None
-    for section, fields in said.items():
+    for section, fields in values.items():
         if section not in _FIELDS:
             raise InvalidArgument(f"is none of {', '.join(_FIELDS)}", field=section)
         if not isinstance(fields, dict):
@@ -417,13 +417,13 @@ def _load(path: Path) -> dict[str, Any]:
             if name not in _FIELDS[section]:
                 known = ", ".join(sorted(_FIELDS[section]))
                 raise InvalidArgument(f"is none of {known}", field=f"{section}.{name}")
-    if "trace" in said and (other := {"arrivals", "prompts"} & set(said)):
+    if "trace" in values and (other := {"arrivals", "prompts"} & set(values)):
         raise InvalidArgument("cannot be had with a trace", field=other.pop())
-    return said
+    return values
 
 
 def _drawn(table: _Table) -> Drawn:
-    if "arrivals" not in table.said:
+    if "arrivals" not in table.values:
         raise InvalidArgument("is missing; or name a trace", field="arrivals")
     kind = table.get("arrivals", "kind", Kind.POISSON.value)
     if kind not in list(Kind):
@@ -449,7 +449,7 @@ def _replay(table: _Table, folder: Path, changes: Changes) -> Replay:
     if not isinstance(file, str) or not file:
         raise InvalidArgument("must be the name of a file", field="trace.file")
     for name in ("of", "prompt_tokens", "output_tokens"):
-        if name in table.said.get("lengths", {}):
+        if name in table.values.get("lengths", {}):
             raise InvalidArgument("cannot be had with a trace", field=f"lengths.{name}")
     replay = Replay(
         traces.read(folder / file, skip_broken=changes.skip_broken),
@@ -457,7 +457,7 @@ def _replay(table: _Table, folder: Path, changes: Changes) -> Replay:
         most_tokens=_most_tokens(table),
         speed=table.number("trace", "speed", 1.0, 0.0, 1e9),
     )
-    if "seconds" in table.said["trace"]:
+    if "seconds" in table.values["trace"]:
         seconds = table.number("trace", "seconds", 0.0, 0.001, _LONGEST_S)
         replay = replace(replay, seconds=seconds)
     return replay
@@ -478,7 +478,7 @@ def _scale(table: _Table) -> float:
 
 
 def _most_tokens(table: _Table) -> int | None:
-    if "most_tokens" not in table.said.get("lengths", {}):
+    if "most_tokens" not in table.values.get("lengths", {}):
         return None
     return table.count("lengths", "most_tokens", None, 2)
 
@@ -486,11 +486,11 @@ def _most_tokens(table: _Table) -> int | None:
 class _Table:
     """The file's sections, whose fields must have known names."""
 
-    def __init__(self, said: dict[str, Any]) -> None:
-        self.said = said
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
 
     def get(self, section: str, name: str, default: object) -> object:
-        found: object = self.said.get(section, {}).get(name, default)
+        found: object = self.values.get(section, {}).get(name, default)
         return found
 
     def number(self, section: str, name: str, default: float, least: float, most: float) -> float:

@@ -57,7 +57,7 @@ class Found:
     tried: tuple[tuple[float, Verdict], ...]
     """In order."""
 
-    def said(self) -> str:
+    def conclusion(self) -> str:
         lowest, last = self.tried[-1]
         if last is Verdict.STOPPED:
             return "Stopped before the search ended."

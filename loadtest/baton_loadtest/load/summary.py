@@ -100,28 +100,28 @@ class Summary:
 
     def warnings(self) -> list[str]:
         """Returns notes that a reader of the figures needs."""
-        said = []
+        warnings = []
         if self.run.stopped:
-            said.append("Stopped before its end.")
+            warnings.append("Stopped before its end.")
         if self.lag_s > self.objectives.lag_s:
-            said.append(
+            warnings.append(
                 "The schedule was not kept: 1 in 100 requests left "
                 f"{1000 * self.lag_s:.1f} ms late or more, which is above "
                 f"{1000 * self.objectives.lag_s:g} ms. This process could "
                 "not do what was asked of it, and the latencies have its own delay in them."
             )
         if missing := self.ends[NOT_SENT]:
-            said.append(
+            warnings.append(
                 f"{missing} of {self.due} requests were not sent: {self.run.most_open} were open."
             )
         if self.run.shortened:
-            said.append(f"{self.run.shortened} requests were cut to fit, or left out for it.")
+            warnings.append(f"{self.run.shortened} requests were cut to fit, or left out for it.")
         if self.run.not_asked:
-            said.append(
+            warnings.append(
                 f"{self.run.not_asked} further turns were not asked: the one before had failed, "
                 "or time was up."
             )
-        return said
+        return warnings
 
     def results(self) -> list[Result]:
         samples, seconds, arriving = self.run.samples, self.seconds, self.arriving_s

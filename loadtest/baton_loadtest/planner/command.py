@@ -140,20 +140,20 @@ def targets_of(args: argparse.Namespace) -> Targets:
 
 def gpu_of(args: argparse.Namespace) -> Gpu | None:
     """Returns None if no GPU is given. Raises InvalidArgument for an incomplete one."""
-    told = {
+    given = {
         "memory": (args.gpu_memory_gib, GIB, "gpu_memory_gib"),
         "bandwidth": (args.gpu_bandwidth, GB, "gpu_bandwidth"),
         "flops": (args.gpu_tflops, 1e12, "gpu_tflops"),
     }
-    for value, _, field in told.values():
+    for value, _, field in given.values():
         if value is not None:
             _positive(value, field)
-    values = {name: value * unit for name, (value, unit, _) in told.items() if value is not None}
+    values = {name: value * unit for name, (value, unit, _) in given.items() if value is not None}
     if args.gpu:
         return replace(known(args.gpu), **values)
     if not values:
         return None
-    for name, (_, _, field) in told.items():
+    for name, (_, _, field) in given.items():
         if name not in values:
             raise InvalidArgument("is needed for a GPU without a name", field=field)
     return Gpu("described", **values)
@@ -364,16 +364,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _basis(args: argparse.Namespace) -> Basis:
     gpu, efficiency = gpu_of(args), efficiency_of(args)
-    told = asked(args)
-    prefill_speed, decode_speed = speed_of(told, "prefill"), speed_of(told, "decode")
+    measured = asked(args)
+    prefill_speed, decode_speed = speed_of(measured, "prefill"), speed_of(measured, "decode")
     if gpu is None and (prefill_speed is None or decode_speed is None):
         raise InvalidArgument(
             "is needed for a role that no running worker speaks for: --gpu, or --calibrate with "
             "prefill and decode workers",
             field="gpu",
         )
-    facts, layout, positions = _model(args, gpu, told)
-    _check_same(layout, told)
+    facts, layout, positions = _model(args, gpu, measured)
+    _check_same(layout, measured)
     prefill: PrefillCurve
     decode: DecodeCurve
     if prefill_speed is not None:
@@ -382,7 +382,7 @@ def _basis(args: argparse.Namespace) -> Basis:
         prefill = PrefillRoofline(facts, _roofed(gpu, facts), efficiency, args.step_tokens)
     room = KvRoom(positions, args.sequences)
     if decode_speed is not None:
-        decode, room = MeasuredDecode(decode_speed), _room(told, args.sequences)
+        decode, room = MeasuredDecode(decode_speed), _room(measured, args.sequences)
     else:
         decode = DecodeRoofline(facts, _roofed(gpu, facts), efficiency)
     return Basis(
@@ -391,19 +391,19 @@ def _basis(args: argparse.Namespace) -> Basis:
         decode,
         room,
         _link(decode_speed, gpu),
-        next((t.description.layout.bytes_per_position for t in told if t.description.layout), 0)
+        next((t.description.layout.bytes_per_position for t in measured if t.description.layout), 0)
         or facts.wire_position,
         _basis_text(args, gpu, prefill.source, decode.source),
     )
 
 
 def _model(
-    args: argparse.Namespace, gpu: Gpu | None, told: Sequence[MeasuredSpeed]
+    args: argparse.Namespace, gpu: Gpu | None, measured: Sequence[MeasuredSpeed]
 ) -> tuple[ModelFacts, KvLayout, int]:
     """Also returns the number of positions whose KV a worker on this GPU holds. Without a GPU, the
     dtype is the one that workers report, if it is one of weights."""
     dtype = args.dtype
-    for one in told:
+    for one in measured:
         if gpu is None and dtype == "auto" and one.description.layout is not None:
             dtype = one.description.layout.dtype
     config = EngineConfig(
@@ -435,9 +435,9 @@ def _roofed(gpu: Gpu | None, facts: ModelFacts) -> Gpu:
     return gpu
 
 
-def _check_same(layout: KvLayout, told: Sequence[MeasuredSpeed]) -> None:
+def _check_same(layout: KvLayout, measured: Sequence[MeasuredSpeed]) -> None:
     """Raises InvalidArgument if a worker has another model, judging by the shape of its KV."""
-    for one in told:
+    for one in measured:
         theirs = one.description.layout
         for name in ("num_layers", "num_kv_heads", "key_size", "value_size"):
             if theirs is not None and getattr(theirs, name) != getattr(layout, name):
@@ -448,10 +448,10 @@ def _check_same(layout: KvLayout, told: Sequence[MeasuredSpeed]) -> None:
                 )
 
 
-def _room(told: Sequence[MeasuredSpeed], sequences: int) -> KvRoom:
+def _room(measured: Sequence[MeasuredSpeed], sequences: int) -> KvRoom:
     """Returns the room of the smallest decode worker, which is assumed for all."""
     rooms = []
-    for one in told:
+    for one in measured:
         if one.role == "decode":
             has = one.description
             most = min(sequences, has.max_sequences or sequences)

@@ -58,11 +58,11 @@ async def ask(
         await channels.close()
 
 
-def speed_of(told: Sequence[MeasuredSpeed], role: str) -> WorkerSpeed | None:
+def speed_of(measured: Sequence[MeasuredSpeed], role: str) -> WorkerSpeed | None:
     """Returns the mean of the measurements of a role's workers; None without such workers. Raises
     Unavailable if one has no measurements yet."""
     speeds = []
-    for one in told:
+    for one in measured:
         if one.role != role:
             continue
         speed = one.load.speed
@@ -98,12 +98,13 @@ async def _ask(channels: Channels, address: str, roles: Sequence[str]) -> Measur
     return _fitting(await _watch(channels, address, roles[-1]))
 
 
-def _fitting(told: MeasuredSpeed) -> MeasuredSpeed:
-    if told.role not in ROLES:
+def _fitting(worker: MeasuredSpeed) -> MeasuredSpeed:
+    if worker.role not in ROLES:
         raise InvalidArgument(
-            f"{told.address} is a {told.role}, not a prefill or decode worker", field="calibrate"
+            f"{worker.address} is a {worker.role}, not a prefill or decode worker",
+            field="calibrate",
         )
-    return told
+    return worker
 
 
 async def _watch(channels: Channels, address: str, role: str) -> MeasuredSpeed:
@@ -149,16 +150,16 @@ def asked(args: argparse.Namespace) -> Sequence[MeasuredSpeed]:
     return asyncio.run(ask(args.calibrate, tls.certificates(), peer_token(args.calibrate)))
 
 
-def calibration_of(told: Sequence[MeasuredSpeed]) -> Calibration:
+def calibration_of(measured: Sequence[MeasuredSpeed]) -> Calibration:
     """Converts workers' reports to facts for the simulator. All workers of a role are assumed to be
     like the first one, with the mean of their speeds. Prefill curves that decode workers did not
     measure are those of prefill workers; without a prefill worker, the facts of decode workers are
     used for both roles. Raises InvalidArgument without a decode worker."""
-    decode = speed_of(told, "decode")
+    decode = speed_of(measured, "decode")
     if decode is None:
         raise InvalidArgument("names no decode worker", field="calibrate")
-    prefill = speed_of(told, "prefill")
-    first = {one.role: one for one in reversed(told)}
+    prefill = speed_of(measured, "prefill")
+    first = {one.role: one for one in reversed(measured)}
     model = first["decode"].description.model
     layout = first["decode"].description.layout
     if model is None or layout is None:
@@ -172,11 +173,11 @@ def calibration_of(told: Sequence[MeasuredSpeed]) -> Calibration:
     )
 
 
-def _facts(told: MeasuredSpeed, speed: WorkerSpeed) -> WorkerFacts:
-    has = told.description
-    said: dict[str, int] = {}
+def _facts(worker: MeasuredSpeed, speed: WorkerSpeed) -> WorkerFacts:
+    has = worker.description
+    limits: dict[str, int] = {}
     if speed.prefill_step_tokens:
-        said["step_tokens"] = max(speed.prefill_step_tokens, has.block_size)
+        limits["step_tokens"] = max(speed.prefill_step_tokens, has.block_size)
     if has.max_sequences:
-        said["max_running"] = has.max_sequences
-    return WorkerFacts(speed, has.num_blocks, has.block_size, **said)
+        limits["max_running"] = has.max_sequences
+    return WorkerFacts(speed, has.num_blocks, has.block_size, **limits)

@@ -269,7 +269,7 @@ class Splitting:
         if first_s > targets.first_token_s:
             lengths = sorted(one.input_tokens for one in self._requests)
             long = lengths[int(self._share * (len(lengths) - 1))]
-            curve = MeasuredPrefill(known.prefill.told)
+            curve = MeasuredPrefill(known.prefill.reported)
             return InvalidArgument(
                 f"cannot be met by any set-up: with next to no traffic, {of} first tokens "
                 f"come within {duration(first_s)} at best. The prompt of {of}, {long} tokens, "
@@ -361,7 +361,7 @@ def run(args: argparse.Namespace) -> int:
         splitting = Splitting(known, requests, targets, policy, tried, args.of_100 / 100)
         advice = splitting.advise(args.workers, args.error / 100)
     console.print(_table(advice, args.workers))
-    for text in said(advice, splitting, targets):
+    for text in explained(advice, splitting, targets):
         console.print(text, markup=False)
     if args.json:
         report.write(args.json, args.seed, _results(advice))
@@ -369,7 +369,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def said(advice: Advice, splitting: Splitting, targets: Targets) -> list[str]:
+def explained(advice: Advice, splitting: Splitting, targets: Targets) -> list[str]:
     """Returns the answer in sentences, with notes for the reader."""
     split, whole = advice.split, advice.aggregated
     if split.goodput is None:
@@ -409,10 +409,10 @@ def _calibration(args: argparse.Namespace) -> Calibration:
             field="speed",
         )
     if args.calibrate:
-        told = asked(args)
-        if not any(one.role == "prefill" for one in told):
+        measured = asked(args)
+        if not any(one.role == "prefill" for one in measured):
             raise InvalidArgument("names no prefill worker: it takes both", field="calibrate")
-        return calibration_of(told)
+        return calibration_of(measured)
     known = read_speeds(args.speed)
     if known.prefill.speed == UNMEASURED:
         known = replace(known, prefill=known.decode)

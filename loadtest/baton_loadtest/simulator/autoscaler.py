@@ -96,7 +96,7 @@ class _Pool:
 
 
 class Autoscaler:
-    """told: called at every check with the time and the number of paid workers of each pool."""
+    """on_check: called at every check with the time and the number of paid workers of each pool."""
 
     def __init__(
         self,
@@ -106,10 +106,15 @@ class Autoscaler:
         *,
         startup_s: float,
         period_s: float = 15.0,
-        told: Callable[[float, int, int], None] = lambda now, prefills, decodes: None,
+        on_check: Callable[[float, int, int], None] = lambda now, prefills, decodes: None,
     ) -> None:
         self.worker_s = 0.0
-        self._simulation, self._facts, self._choice, self._told = simulation, facts, choice, told
+        self._simulation, self._facts, self._choice, self._on_check = (
+            simulation,
+            facts,
+            choice,
+            on_check,
+        )
         self._startup_s, self._period_s = startup_s, period_s
         self._pools = {"prefill": _Pool(facts.prefills), "decode": _Pool(facts.decodes)}
         self._decided = 0.0
@@ -123,7 +128,7 @@ class Autoscaler:
             busy = sum(ends[number].worker.is_busy for number in pool.serving)
             pool.busy.append(busy / max(1, len(pool.serving)))
             self.worker_s += LOOK_S * pool.paid
-        self._told(now, prefill.paid, decode.paid)
+        self._on_check(now, prefill.paid, decode.paid)
         if now - self._decided >= self._period_s:
             self._decided = now
             self._size("prefill", self._choice.prefill(now, _seen(prefill), self._prefill()))
@@ -136,7 +141,7 @@ class Autoscaler:
         loads = [senders[number].worker.scheduler.load for number in self._pools["prefill"].serving]
         tokens = router.waiting_tokens + sum(load.waiting_tokens for load in loads)
         prompts = router.num_waiting + sum(load.waiting_sequences for load in loads)
-        queued_s = self._facts.prefill.told.queue_s(tokens, prompts)
+        queued_s = self._facts.prefill.reported.queue_s(tokens, prompts)
         return PrefillSignals(self._simulation.arrived_s, queued_s)
 
     def _decode(self) -> DecodeSignals:
@@ -146,7 +151,7 @@ class Autoscaler:
         return DecodeSignals(
             sum(load.running_sequences + load.waiting_sequences for load in loads),
             facts.block_size * sum(facts.num_blocks - load.free_blocks for load in loads),
-            facts.told,
+            facts.reported,
             facts.num_blocks * facts.block_size,
             facts.max_running,
         )

@@ -37,19 +37,19 @@ class Calibration:
 def read_speeds(path: Path) -> Calibration:
     """Raises InvalidArgument with file and field."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="speed") from None
     except (ValueError, RecursionError):
         raise InvalidArgument(f"{path} is no JSON", field="speed") from None
     try:
-        return _calibration(said)
+        return _calibration(value)
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error.message}", field=error.field) from None
 
 
-def _calibration(said: Any) -> Calibration:
-    parts = _object(said, "", {"model", "prefill", "decode"})
+def _calibration(value: Any) -> Calibration:
+    parts = _object(value, "", {"model", "prefill", "decode"})
     model = _object(parts.get("model"), "model", {"name", "max_model_len", "kv_bytes_per_position"})
     decode = _worker(parts.get("decode"), "decode")
     prefill = WorkerFacts(UNMEASURED, 1)
@@ -63,9 +63,9 @@ def _calibration(said: Any) -> Calibration:
     )
 
 
-def _worker(said: Any, where: str) -> WorkerFacts:
+def _worker(value: Any, where: str) -> WorkerFacts:
     whole = {"num_blocks", "block_size", "step_tokens", "max_running"}
-    found = _object(said, where, {"speed", "batch_window_s"} | whole)
+    found = _object(value, where, {"speed", "batch_window_s"} | whole)
     values: dict[str, Any] = {}
     for name in whole & found.keys():
         values[name] = _whole(found[name], f"{where}.{name}")
@@ -83,23 +83,27 @@ def _worker(said: Any, where: str) -> WorkerFacts:
         raise InvalidArgument(error.message, field=f"{where}.{error.field}") from None
 
 
-def _object(said: Any, where: str, known: set[str]) -> Mapping[str, Any]:
-    if not isinstance(said, dict):
+def _object(value: Any, where: str, known: set[str]) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
         raise InvalidArgument("must be an object", field=where)
-    unknown = sorted(said.keys() - known)
+    unknown = sorted(value.keys() - known)
     if unknown:
         field = f"{where}.{unknown[0]}" if where else unknown[0]
         raise InvalidArgument(f"is not known; there are {', '.join(sorted(known))}", field=field)
-    return said
+    return value
 
 
-def _whole(said: Any, field: str) -> int:
-    if type(said) is not int or said < 1:
+def _whole(value: Any, field: str) -> int:
+    if type(value) is not int or value < 1:
         raise InvalidArgument("must be a whole number from 1 on", field=field)
-    return said
+    return value
 
 
-def _number(said: Any, field: str) -> float:
-    if isinstance(said, bool) or not isinstance(said, int | float) or not 0 <= said < float("inf"):
+def _number(value: Any, field: str) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < float("inf")
+    ):
         raise InvalidArgument("must be a number from 0 on", field=field)
-    return float(said)
+    return float(value)

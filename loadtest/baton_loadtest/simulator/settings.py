@@ -30,7 +30,7 @@ class WorkerFacts:
     """Maximum number of prompt tokens that a step computes."""
     max_running: int = 64
     batch_window_s: float = 0.002
-    told: WorkerSpeed = field(init=False)
+    reported: WorkerSpeed = field(init=False)
     """The speed as workers report it."""
 
     def __post_init__(self) -> None:
@@ -42,8 +42,8 @@ class WorkerFacts:
             raise InvalidArgument("must be at least one block", field="step_tokens")
         if self.batch_window_s < 0.0:
             raise InvalidArgument("must not be below 0", field="batch_window_s")
-        told = replace(self.speed, prefill_step_tokens=self.step_tokens)
-        object.__setattr__(self, "told", told)
+        reported = replace(self.speed, prefill_step_tokens=self.step_tokens)
+        object.__setattr__(self, "reported", reported)
 
     def prefill_policy(self) -> SchedulerPolicy:
         return replace(

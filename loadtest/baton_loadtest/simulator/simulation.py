@@ -20,7 +20,7 @@ from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.requests import Record, Request
 from baton_loadtest.simulator.router import PATIENCE, Router, SeenPool, SimulatedWaiter, Stay
 from baton_loadtest.simulator.settings import FleetFacts
-from baton_loadtest.simulator.workers import DecodeWorker, PrefillWorker, Tell, Use
+from baton_loadtest.simulator.workers import DecodeWorker, OnReport, PrefillWorker, Use
 
 
 class Link:
@@ -281,14 +281,14 @@ class Simulation:
         link = Link(facts.decode.speed.link_bytes_per_s)
         if role == "prefill":
             number = self._prefills.join()
-            tell = self._hearing(self._prefills, number)
+            tell = self._taker(self._prefills, number)
             sender = PrefillWorker(
                 number, facts.prefill, facts.model, facts.delays, queue, self._sharing, tell
             )
             self.senders.append(SimulatedSender(sender, link))
         else:
             number = self._decodes.join()
-            tell = self._hearing(self._decodes, number)
+            tell = self._taker(self._decodes, number)
             receiver = DecodeWorker(
                 number, facts.decode, facts.model, facts.delays, queue, tell, skip=facts.skip
             )
@@ -374,7 +374,7 @@ class Simulation:
                 raise Internal("The simulation is stuck: requests are open and nothing moves.")
             end, was_idle = end + look_s, is_idle
 
-    def _hearing(self, pool: SeenPool, number: int) -> Tell:
+    def _taker(self, pool: SeenPool, number: int) -> OnReport:
         def hear(load: WorkerLoad, batches: list[CacheBatch]) -> None:
             pool.workers[number].report(load, batches)
             self.router.turn()
@@ -403,7 +403,7 @@ class Simulation:
     def _arrive(self, request: Request, requests: Iterator[Request]) -> None:
         record = Record(len(self._records), request)
         self._records.append(record)
-        self.arrived_s += self._facts.prefill.told.prefill_s(0, request.input_tokens)
+        self.arrived_s += self._facts.prefill.reported.prefill_s(0, request.input_tokens)
         prompt = Prompt(record.number, request.input_tokens, request.names, request.stretch)
         self.queue.after(self._facts.delays.tokenize_s, self.router.enter, record, prompt)
         self._arrive_next(requests)

@@ -88,7 +88,7 @@ class Use:
         self.block_s += seconds * (before + after) / 2
 
 
-Tell = Callable[[WorkerLoad, list[CacheBatch]], None]
+OnReport = Callable[[WorkerLoad, list[CacheBatch]], None]
 
 
 class Reporter:
@@ -107,12 +107,12 @@ class Reporter:
         changes: deque[Change],
         load: Callable[[], tuple[WorkerLoad, bool]],
         phase: float,
-        tell: Tell,
+        on_report: OnReport,
     ) -> None:
         self._queue = queue
         self._delays = delays
         self._load = load
-        self._tell = tell
+        self._on_report = on_report
         self._reader = CacheReader(CacheLog(changes))
         self._phase_s = phase * delays.report_s
         self._next: float | None = None
@@ -133,8 +133,8 @@ class Reporter:
     def _look(self) -> None:
         load, busy = self._load()
         self._next = None
-        told = self._queue.now + self._delays.hop_s
-        self._queue.at(told, self._tell, load, self._reader.read(), order=IDLE)
+        arrives = self._queue.now + self._delays.hop_s
+        self._queue.at(arrives, self._on_report, load, self._reader.read(), order=IDLE)
         if busy:
             self._next = beat = self._queue.now + self._delays.heartbeat_s
             self._queue.at(beat, self._due, beat, order=IDLE)
@@ -148,7 +148,12 @@ class SimWorker(ABC):
     scheduler: Scheduler
 
     def __init__(
-        self, number: int, facts: WorkerFacts, delays: Delays, queue: EventQueue, tell: Tell
+        self,
+        number: int,
+        facts: WorkerFacts,
+        delays: Delays,
+        queue: EventQueue,
+        on_report: OnReport,
     ) -> None:
         self.number = number
         self.facts = facts
@@ -157,7 +162,7 @@ class SimWorker(ABC):
         self.pool = BlockPool(facts.num_blocks, facts.block_size, self._changes.append)
         self._queue = queue
         self._delays = delays
-        self._tell = tell
+        self._on_report = on_report
         self._runs: dict[AttemptKey, Run] = {}
         self._state = WorkerState.SERVING
 
@@ -178,25 +183,25 @@ class SimWorker(ABC):
 
     def load(self) -> tuple[WorkerLoad, bool]:
         """Returns its current load, and whether it has work."""
-        load = self.scheduler.load
-        told = WorkerLoad(
+        counted = self.scheduler.load
+        load = WorkerLoad(
             self._state,
-            load.waiting_sequences,
-            load.waiting_tokens,
-            load.running_sequences,
-            self._free_blocks(load.free_blocks),
-            speed=self.facts.told,
+            counted.waiting_sequences,
+            counted.waiting_tokens,
+            counted.running_sequences,
+            self._free_blocks(counted.free_blocks),
+            speed=self.facts.reported,
         )
-        return told, self.scheduler.has_work
+        return load, self.scheduler.has_work
 
-    def _free_blocks(self, told: int) -> int:
-        """Returns the pool's free blocks now; told: as the scheduler counts them."""
-        return told
+    def _free_blocks(self, counted: int) -> int:
+        """Returns the pool's free blocks now; counted: as the scheduler counts them."""
+        return counted
 
     def _report(self) -> None:
         phase = (self.number * 0.618034) % 1.0
         self._reporter = Reporter(
-            self._queue, self._delays, self._changes, self.load, phase, self._tell
+            self._queue, self._delays, self._changes, self.load, phase, self._on_report
         )
 
     @property
@@ -218,9 +223,9 @@ class PrefillWorker(SimWorker):
         delays: Delays,
         queue: EventQueue,
         receivers: int,
-        tell: Tell,
+        on_report: OnReport,
     ) -> None:
-        super().__init__(number, facts, delays, queue, tell)
+        super().__init__(number, facts, delays, queue, on_report)
         self.scheduler: CountingScheduler = CountingScheduler(
             self.pool, facts.prefill_policy(), model
         )
@@ -428,11 +433,11 @@ class DecodeWorker(SimWorker):
         model: ModelDescription,
         delays: Delays,
         queue: EventQueue,
-        tell: Tell,
+        on_report: OnReport,
         *,
         skip: bool,
     ) -> None:
-        super().__init__(number, facts, delays, queue, tell)
+        super().__init__(number, facts, delays, queue, on_report)
         self.scheduler: SkippingScheduler = SkippingScheduler(
             self.pool, facts.decode_policy(), model
         )
@@ -477,14 +482,14 @@ class DecodeWorker(SimWorker):
                 self._runs[event.key].started(event.cached_tokens)
         self._changed()
 
-    def _free_blocks(self, told: int) -> int:
+    def _free_blocks(self, counted: int) -> int:
         """Does not count blocks taken by quiet steps that have ended by now."""
         quiet = self._quiet
         if quiet is not None:
             steps = quiet.cadence.done(self._queue.now)
             if steps < quiet.steps:
-                return told - self.scheduler.blocks_grown(quiet.rows, steps + 1)
-        return told
+                return counted - self.scheduler.blocks_grown(quiet.rows, steps + 1)
+        return counted
 
     def _catch_up(self) -> None:
         """Applies the quiet steps that have ended, before a call from outside."""
@@ -569,11 +574,11 @@ class DecodeWorker(SimWorker):
         for event in events:
             match event:
                 case NewTokens(tokens):
-                    for told in tokens:
-                        key = AttemptKey(told.key.request_id, told.key.attempt)
+                    for part in tokens:
+                        key = AttemptKey(part.key.request_id, part.key.attempt)
                         run = self._runs[key]
                         run.record.token(now)
-                        if told.finish_reason is not None:
+                        if part.finish_reason is not None:
                             del self._runs[key]
                             run.ended()
                             self._reporter.news()

@@ -168,20 +168,20 @@ def _raw(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
 def _understood(number: int, line: bytes | None, seen: set[str]) -> Task | BadLine:
     custom_id: str | None = None
     try:
-        said = _object(line)
-        given = said.get("custom_id")
+        fields = _object(line)
+        given = fields.get("custom_id")
         if not isinstance(given, str) or not given:
             raise _Bad("missing_custom_id", "custom_id must be a string that is not empty.")
         custom_id = given
         if custom_id in seen:
             raise _Bad("duplicate_custom_id", "An earlier line has the same custom_id.")
         seen.add(custom_id)
-        if said.get("method") != "POST":
+        if fields.get("method") != "POST":
             raise _Bad("invalid_method", "method must be POST.")
-        route = said.get("url")
+        route = fields.get("url")
         if route not in ROUTES:
             raise _Bad("invalid_url", f"url must be {' or '.join(ROUTES)}.")
-        return Task(number, custom_id, route, _body(said.get("body")))
+        return Task(number, custom_id, route, _body(fields.get("body")))
     except _Bad as bad:
         return BadLine(number, custom_id, bad.code, bad.message)
 
@@ -190,12 +190,12 @@ def _object(line: bytes | None) -> dict[str, Any]:
     if line is None:
         raise _Bad("line_too_long", f"A line must not have more than {MAX_LINE >> 20} MiB.")
     try:
-        said = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         raise _Bad("invalid_json_line", "This line is no JSON.") from None
-    if not isinstance(said, dict):
+    if not isinstance(fields, dict):
         raise _Bad("invalid_json_line", "This line is no JSON object.")
-    return said
+    return fields
 
 
 def _body(body: object) -> bytes:
@@ -362,7 +362,7 @@ class Shown:
 
     def __init__(self, total: int, before: int) -> None:
         self._console = Console(file=sys.stderr, highlight=False)
-        self._began = self._said = time.monotonic()
+        self._began = self._shown_at = time.monotonic()
         self._total, self._before = total, before
         self._done, self._bad, self._tokens = before, 0, 0
         self._bars = Bars(
@@ -389,8 +389,8 @@ class Shown:
         bad = f"{self._bad} with errors" if self._bad else ""
         self._bars.update(self._bar, advance=1, bad=bad, rate=self._rate())
         now = time.monotonic()
-        if not self._console.is_terminal and now - self._said >= SAY_S:
-            self._said = now
+        if not self._console.is_terminal and now - self._shown_at >= SAY_S:
+            self._shown_at = now
             left_s = (self._total - self._done) * self._elapsed_s() / (self._done - self._before)
             self._console.print(
                 f"{self._done} of {self._total} lines, {self._rate()}, about {left_s:.0f} s left"
@@ -501,26 +501,26 @@ class BatchClient:
 
     async def _outcome(self, task: Task) -> LineOutcome:
         ends_at = time.monotonic() + self._limits.line_s
-        said: HttpAnswer | str | None = None
+        answer: HttpAnswer | str | None = None
         failed = 0
         while failed < self._limits.attempts:
-            said = await self._try(task)
-            if said is None:
+            answer = await self._try(task)
+            if answer is None:
                 await self._wait_for_server()
-            elif isinstance(said, HttpAnswer) and said.status == REFUSED:
+            elif isinstance(answer, HttpAnswer) and answer.status == REFUSED:
                 self.num_refused += 1
                 if self._window.not_before >= ends_at:
                     return LineOutcome(task, None, {"code": "batch_expired", "message": EXPIRED})
-            elif isinstance(said, HttpAnswer) and said.status not in FAILURES:
+            elif isinstance(answer, HttpAnswer) and answer.status not in FAILURES:
                 break
             else:
                 failed += 1
                 if failed < self._limits.attempts:
-                    await asyncio.sleep(self._pause_s(failed, said))
-        if isinstance(said, HttpAnswer):
-            return LineOutcome(task, _response(said), None)
-        assert said is not None
-        return LineOutcome(task, None, {"code": "connection_lost", "message": said})
+                    await asyncio.sleep(self._pause_s(failed, answer))
+        if isinstance(answer, HttpAnswer):
+            return LineOutcome(task, _response(answer), None)
+        assert answer is not None
+        return LineOutcome(task, None, {"code": "connection_lost", "message": answer})
 
     async def _try(self, task: Task) -> HttpAnswer | str | None:
         """Returns the answer, or why there is none, or None if the server cannot be reached."""
@@ -528,14 +528,14 @@ class BatchClient:
         again_at: float | None = None
         answered = False
         try:
-            said = await self._client.post(task.route, task.body, self._limits.request_s)
+            answer = await self._client.post(task.route, task.body, self._limits.request_s)
             self.away_since = None
-            answered = said.status not in FAILURES
-            if said.status == UNKNOWN_KEY:
+            answered = answer.status not in FAILURES
+            if answer.status == UNKNOWN_KEY:
                 raise Unauthenticated("is not accepted there", field="api_key")
-            if said.status == REFUSED:
-                again_at = time.monotonic() + _retry_after_s(said, DEFAULT_RETRY_S)
-            return said
+            if answer.status == REFUSED:
+                again_at = time.monotonic() + _retry_after_s(answer, DEFAULT_RETRY_S)
+            return answer
         except Unreachable:
             return None
         except ConnectionLost:
@@ -565,31 +565,31 @@ class BatchClient:
             raise Unavailable(f"nothing listens on {self._client.address}")
         await asyncio.sleep(KNOCK_S)
 
-    def _pause_s(self, failed: int, said: HttpAnswer | str) -> float:
+    def _pause_s(self, failed: int, answer: HttpAnswer | str) -> float:
         """Returns a pause that grows, with a random part, so that lines do not retry together."""
-        told_s = _retry_after_s(said, 0.0) if isinstance(said, HttpAnswer) else 0.0
+        wanted_s = _retry_after_s(answer, 0.0) if isinstance(answer, HttpAnswer) else 0.0
         drawn_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failed) * (0.5 + self._draw() / 2)
-        return max(told_s, drawn_s)
+        return max(wanted_s, drawn_s)
 
 
-def _retry_after_s(said: HttpAnswer, default_s: float) -> float:
+def _retry_after_s(answer: HttpAnswer, default_s: float) -> float:
     """Returns the server's hint, in milliseconds if given; at least 0."""
     for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        text = said.headers.get(name, "")
+        text = answer.headers.get(name, "")
         if text.isascii() and text.isdigit():
             return float(text) * unit_s
     return default_s
 
 
-def _response(said: HttpAnswer) -> dict[str, Any]:
+def _response(answer: HttpAnswer) -> dict[str, Any]:
     try:
-        body = json.loads(said.body)
+        body = json.loads(answer.body)
     except ValueError:
         # The answer of a proxy: Baton sends JSON.
-        body = {"error": {"message": said.body[:1024].decode(errors="replace")}}
+        body = {"error": {"message": answer.body[:1024].decode(errors="replace")}}
     return {
-        "status_code": said.status,
-        "request_id": said.headers.get("x-request-id", ""),
+        "status_code": answer.status,
+        "request_id": answer.headers.get("x-request-id", ""),
         "body": body,
     }
 

@@ -260,12 +260,12 @@ def pods(found: Sequence[Json], events: Iterable[Json]) -> Finding:
     if not waiting:
         restarts = {_name(pod): _restarts(pod) for pod in found if _restarts(pod)}
         if restarts:
-            told = ", ".join(f"{name} {count} times" for name, count in sorted(restarts.items()))
-            return warn(f"all {len(found)} are ready; restarted: {told}", _last_word(found))
+            counts = ", ".join(f"{name} {count} times" for name, count in sorted(restarts.items()))
+            return warn(f"all {len(found)} are ready; restarted: {counts}", _last_word(found))
         return ok(f"all {len(found)} are ready")
     whys = {_name(pod): why(pod, warnings.get(_name(pod))) for pod in waiting}
     sentences = [
-        f"{pod}: {', '.join(said for _, said in reasons)}" for pod, reasons in whys.items()
+        f"{pod}: {', '.join(text for _, text in reasons)}" for pod, reasons in whys.items()
     ]
     more = f" and {len(whys) - MOST_TOLD} more" if len(whys) > MOST_TOLD else ""
     kinds = dict.fromkeys(kind for reasons in whys.values() for kind, _ in reasons)
@@ -302,8 +302,8 @@ def _of_container(container: Json) -> list[tuple[str, str]]:
         if ended and ended.get("exitCode", 0) != 0:
             code, kind = int(ended["exitCode"]), str(ended.get("reason", ""))
             means = "" if kind == "OOMKilled" else EXIT_CODES.get(code, "")
-            said = f"{container.get('name')} ended with code {code} ({kind or 'no reason'})"
-            found.append((kind, f"{said}: {means}" if means else said))
+            text = f"{container.get('name')} ended with code {code} ({kind or 'no reason'})"
+            found.append((kind, f"{text}: {means}" if means else text))
     return found
 
 
@@ -345,8 +345,8 @@ def _last_word(found: Iterable[Json]) -> str:
     """Returns why the first restarted container ended."""
     for pod in found:
         for container in _containers(pod.get("status", {})):
-            for kind, said in _of_container(container):
-                return f"{_name(pod)}: {said}; {ADVICE.get(kind, 'see kubectl logs --previous')}"
+            for kind, text in _of_container(container):
+                return f"{_name(pod)}: {text}; {ADVICE.get(kind, 'see kubectl logs --previous')}"
     return "see 'kubectl logs --previous'"
 
 
@@ -371,11 +371,11 @@ def judge_version(answer: ApiAnswer) -> Finding:
         return fail(
             f"the API answers {answer.status}", "see whether the kubeconfig or the token is current"
         )
-    told = str(answer.body.get("gitVersion", "of no version"))
+    version = str(answer.body.get("gitVersion", "of no version"))
     minor = re.match(r"\d+", str(answer.body.get("minor", "")))
     if answer.body.get("major") == "1" and minor and int(minor[0]) < OLDEST_MINOR:
-        return fail(f"Kubernetes {told}", f"upgrade to 1.{OLDEST_MINOR} or newer")
-    return ok(f"Kubernetes {told}")
+        return fail(f"Kubernetes {version}", f"upgrade to 1.{OLDEST_MINOR} or newer")
+    return ok(f"Kubernetes {version}")
 
 
 def judge_namespace(name: str, answer: ApiAnswer, needs: Needs) -> Finding:
@@ -393,14 +393,14 @@ def judge_namespace(name: str, answer: ApiAnswer, needs: Needs) -> Finding:
     level = labels.get(ENFORCE, "privileged")
     if level not in LEVELS:
         return warn(f"{name} enforces pod security {level!r}", f"use one of {', '.join(LEVELS)}")
-    said = f"{name} enforces pod security {level!r}" if ENFORCE in labels else name
+    text = f"{name} enforces pod security {level!r}" if ENFORCE in labels else name
     if LEVELS.index(level) > LEVELS.index(needs.pod_security):
         return fail(
-            f"{said}: pods that lock memory for RDMA are not admitted",
+            f"{text}: pods that lock memory for RDMA are not admitted",
             f"kubectl label namespace {name} {ENFORCE}={needs.pod_security} --overwrite, "
             "and keep other workloads out of it",
         )
-    return ok(said)
+    return ok(text)
 
 
 def judge_access(account: str, reviews: Sequence[tuple[str, bool | None]]) -> Finding:
@@ -469,10 +469,10 @@ def judge_metrics_api(answer: ApiAnswer) -> Finding:
 def judge_extensions(groups: Collection[str]) -> Finding:
     there = [words for group, words in EXTENSIONS.items() if group in groups]
     missing = [words for group, words in EXTENSIONS.items() if group not in groups]
-    said = f"there: {', '.join(there) or 'none'}"
+    text = f"there: {', '.join(there) or 'none'}"
     if missing:
-        said += f"; not there, so leave off: {', '.join(missing)}"
-    return ok(said)
+        text += f"; not there, so leave off: {', '.join(missing)}"
+    return ok(text)
 
 
 def judge_images(wanted: Sequence[str], nodes: ApiAnswer) -> Finding:
@@ -515,14 +515,14 @@ def _image_names(node: Json) -> set[str]:
 
 
 def _unseen(what: str, status: int, *, needed: bool) -> Finding:
-    said = f"not allowed to list {what} ({status})"
+    text = f"not allowed to list {what} ({status})"
     advice = f"give the doctor 'list' on {what}, or ask as somebody who may"
-    return warn(said, advice) if needed else ok(f"{said}; none is needed")
+    return warn(text, advice) if needed else ok(f"{text}; none is needed")
 
 
 ASK_S = 3.0
 
-Told = Mapping[str, WorkerDescription | None]
+Descriptions = Mapping[str, WorkerDescription | None]
 """By pod; None: it did not answer."""
 
 
@@ -534,7 +534,7 @@ class Where(NamedTuple):
 
 async def ask(
     where: Iterable[Where], certificates: Certificates | None = None, token: str = ""
-) -> Told:
+) -> Descriptions:
     """Asks all workers for their descriptions at once; takes a few seconds at most."""
     places = list(where)
     channels = Channels(certificates, token=token)
@@ -542,18 +542,18 @@ async def ask(
         found = await asyncio.gather(*(_ask(channels, place) for place in places))
     finally:
         await channels.close()
-    return {place.pod: told for place, told in zip(places, found, strict=True)}
+    return {place.pod: described for place, described in zip(places, found, strict=True)}
 
 
-def workers(told: Told) -> Finding:
+def workers(described: Descriptions) -> Finding:
     """Differences are no fault during an upgrade: incompatible workers are not paired."""
-    if not told:
+    if not described:
         return ok("none is there to be asked")
-    known = {pod: one for pod, one in told.items() if one is not None}
-    silent = sorted(told.keys() - known.keys())
+    known = {pod: one for pod, one in described.items() if one is not None}
+    silent = sorted(described.keys() - known.keys())
     if not known:
         return warn(
-            f"none of {len(told)} can be asked from here",
+            f"none of {len(described)} can be asked from here",
             "run the doctor as a Job in the cluster; with TLS give it --tls-cert, --tls-key and "
             "--tls-ca",
         )
@@ -592,8 +592,10 @@ def _models(known: Mapping[str, WorkerDescription]) -> list[str]:
             if one.model is not None and getattr(one.model, name):
                 groups[getattr(one.model, name)].append(pod)
         if len(groups) > 1:
-            told = [f"{digest[:12]} on {', '.join(pods)}" for digest, pods in groups.items()]
-            found.append(f"{'model' if name == 'digest' else 'tokenizer'} {' against '.join(told)}")
+            parts = [f"{digest[:12]} on {', '.join(pods)}" for digest, pods in groups.items()]
+            found.append(
+                f"{'model' if name == 'digest' else 'tokenizer'} {' against '.join(parts)}"
+            )
     return found
 
 
@@ -602,10 +604,10 @@ def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
     found: dict[str, str] = {}
     having = [(pod, one) for pod, one in sorted(known.items()) if one.layout is not None]
     for (pod, one), (other_pod, other) in combinations(having, 2):
-        said = difference(one.layout, one.transports, other.layout, other.transports)
-        said = "; ".join(p for p in said.split("; ") if p and not p.startswith("model_digest"))
-        if said:
-            found.setdefault(said, f"{pod} and {other_pod}: {said}")
+        text = difference(one.layout, one.transports, other.layout, other.transports)
+        text = "; ".join(p for p in text.split("; ") if p and not p.startswith("model_digest"))
+        if text:
+            found.setdefault(text, f"{pod} and {other_pod}: {text}")
     return list(found.values())
 
 

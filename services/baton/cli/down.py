@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
         print("baton down: nothing runs", file=sys.stderr)
         return 0
     processes = running.get("processes", ())
-    said = f"Stopping {len(processes)} processes" if running else "Stopping what was starting"
-    print(said, file=sys.stderr)
+    text = f"Stopping {len(processes)} processes" if running else "Stopping what was starting"
+    print(text, file=sys.stderr)
     if _gone([supervisor], PATIENCE_S):
         return 0
     print(f"baton down: process {supervisor['pid']} hangs and is killed", file=sys.stderr)

@@ -127,65 +127,72 @@ _COLOURS = {
 _STATES = {"finished": "green", "running": "blue", "failed": "red"}
 
 
-def show(told: Explained, console: Console | None = None) -> None:
+def show(request: Explained, console: Console | None = None) -> None:
     """Prints a request: plain text if the output is no terminal, ASCII bars if its encoding has no
     block characters."""
     out = console or Console(highlight=False, soft_wrap=True)
     full = "█" if "utf" in out.encoding.lower() else "#"
-    _say(out, _headline(told), _STATES[told.state])
-    _say(out, f"  {_tokens(told)}")
-    if told.error is not None:
-        _say(out, f"  {told.error.code}: {told.error.message}", "red")
+    _say(out, _headline(request), _STATES[request.state])
+    _say(out, f"  {_tokens(request)}")
+    if request.error is not None:
+        _say(out, f"  {request.error.code}: {request.error.message}", "red")
     _say(out, "")
-    _stages(out, told, full)
+    _stages(out, request, full)
     _say(out, "")
-    if told.split.why is not None:
-        unused = told.split.configured and not told.split.used
-        _say(out, f"why  {told.split.why}", "yellow" if unused else "")
-    for attempt in told.attempts:
-        _attempt(out, told, attempt, full)
-    if told.num_attempts > len(told.attempts):
-        _say(out, f"\n{told.num_attempts - len(told.attempts)} more attempts are not remembered")
+    if request.split.why is not None:
+        unused = request.split.configured and not request.split.used
+        _say(out, f"why  {request.split.why}", "yellow" if unused else "")
+    for attempt in request.attempts:
+        _attempt(out, request, attempt, full)
+    if request.num_attempts > len(request.attempts):
+        _say(
+            out,
+            f"\n{request.num_attempts - len(request.attempts)} more attempts are not remembered",
+        )
 
 
-def _headline(told: Explained) -> str:
-    asked = {"chat": "chat", "text": "text", "tokens": "token ids"}[told.asked]
-    model = f" of {told.model}" if told.model else ""
-    first = f", first text after {_s(told.first_token_s)}" if told.first_token_s else ""
-    where = f" ({told.stage})" if told.stage else ""
-    took = "for" if told.state == "running" else "after"
-    return f"{told.id}  {asked}{model}: {told.state}{where} {took} {_s(told.total_s)}{first}"
+def _headline(request: Explained) -> str:
+    asked = {"chat": "chat", "text": "text", "tokens": "token ids"}[request.asked]
+    model = f" of {request.model}" if request.model else ""
+    first = f", first text after {_s(request.first_token_s)}" if request.first_token_s else ""
+    where = f" ({request.stage})" if request.stage else ""
+    took = "for" if request.state == "running" else "after"
+    return (
+        f"{request.id}  {asked}{model}: {request.state}{where} {took} {_s(request.total_s)}{first}"
+    )
 
 
-def _tokens(told: Explained) -> str:
-    cached = f", {told.cached_tokens} of them cached" if told.cached_tokens is not None else ""
-    said = f"prompt {told.prompt_tokens} tokens{cached}"
-    if told.choices:
-        ends = ", ".join(f"{c.output_tokens} ({c.finish_reason or 'cut'})" for c in told.choices)
-        said += f"; output {ends}"
-    if told.kv_bytes:
-        said += f"; {_bytes(told.kv_bytes)} of KV handed over"
-    return said
+def _tokens(request: Explained) -> str:
+    cached = (
+        f", {request.cached_tokens} of them cached" if request.cached_tokens is not None else ""
+    )
+    text = f"prompt {request.prompt_tokens} tokens{cached}"
+    if request.choices:
+        ends = ", ".join(f"{c.output_tokens} ({c.finish_reason or 'cut'})" for c in request.choices)
+        text += f"; output {ends}"
+    if request.kv_bytes:
+        text += f"; {_bytes(request.kv_bytes)} of KV handed over"
+    return text
 
 
-def _stages(out: Console, told: Explained, full: str) -> None:
+def _stages(out: Console, request: Explained, full: str) -> None:
     """Prints one line per stage; each bar begins where the one before ends."""
     passed = 0.0
-    for field, seconds in told.stages.items():
+    for field, seconds in request.stages.items():
         stage = field.removesuffix("_s")
-        bar = _bar(passed, seconds, told.total_s, full)
+        bar = _bar(passed, seconds, request.total_s, full)
         _say(out, f"  {stage:<18}{_s(seconds):>10}  {bar}", _COLOURS.get(stage, ""))
         passed += seconds
 
 
-def _attempt(out: Console, told: Explained, attempt: ExplainedAttempt, full: str) -> None:
-    ended = told.total_s if attempt.ended_s is None else attempt.ended_s
-    bar = _bar(attempt.began_s, ended - attempt.began_s, told.total_s, full)
+def _attempt(out: Console, request: Explained, attempt: ExplainedAttempt, full: str) -> None:
+    ended = request.total_s if attempt.ended_s is None else attempt.ended_s
+    bar = _bar(attempt.began_s, ended - attempt.began_s, request.total_s, full)
     title = f"attempt {attempt.number} {attempt.state}"
     colour = "red" if attempt.state == "failed" else ""
     _say(out, f"\n  {title:<18}{_s(ended - attempt.began_s):>10}  {bar}", colour)
     _say(out, f"    input {attempt.input_tokens} tokens, {attempt.position} of them output before")
-    if attempt.why != told.split.why:
+    if attempt.why != request.split.why:
         _say(out, f"    {attempt.why}")
     for line in (_prefill(attempt), _handover(attempt), _decode(attempt)):
         if line:
@@ -205,14 +212,14 @@ def _attempt(out: Console, told: Explained, attempt: ExplainedAttempt, full: str
 def _prefill(attempt: ExplainedAttempt) -> str:
     if attempt.prefill is None:
         return ""
-    said = f"prefill   {_worker(attempt.prefill)}"
+    text = f"prefill   {_worker(attempt.prefill)}"
     if attempt.prefill_s is not None:
-        said += f"  queued {_s(attempt.prefill_queue_s)}, computed {_s(attempt.prefill_s)}"
+        text += f"  queued {_s(attempt.prefill_queue_s)}, computed {_s(attempt.prefill_s)}"
     if attempt.prefill_cached_tokens is not None:
-        said += f", {attempt.prefill_cached_tokens} tokens cached"
+        text += f", {attempt.prefill_cached_tokens} tokens cached"
     if attempt.predicted_first_token_s is not None:
-        said += f" (predicted {_s(attempt.predicted_first_token_s)})"
-    return said
+        text += f" (predicted {_s(attempt.predicted_first_token_s)})"
+    return text
 
 
 def _handover(attempt: ExplainedAttempt) -> str:
@@ -224,18 +231,18 @@ def _handover(attempt: ExplainedAttempt) -> str:
 def _decode(attempt: ExplainedAttempt) -> str:
     if attempt.decode is None:
         return ""
-    said = f"decode    {_worker(attempt.decode)}"
+    text = f"decode    {_worker(attempt.decode)}"
     if attempt.decode_cached_tokens is not None:
-        said += f"  {attempt.decode_cached_tokens} tokens cached"
+        text += f"  {attempt.decode_cached_tokens} tokens cached"
     if attempt.prefill is None and attempt.kv_s is not None and not attempt.moved:
-        said += f", prefilled here in {_s(attempt.kv_s)}"
-    return said
+        text += f", prefilled here in {_s(attempt.kv_s)}"
+    return text
 
 
 def _candidate(candidate: ExplainedCandidate) -> str:
-    said = f"{candidate.worker.role:<8}{candidate.worker.instance_id}  {candidate.filter_reason}"
+    text = f"{candidate.worker.role:<8}{candidate.worker.instance_id}  {candidate.filter_reason}"
     if candidate.detail:
-        said += f" ({candidate.detail})"
+        text += f" ({candidate.detail})"
     cost = candidate.cost
     if cost is not None:
         parts = ", ".join(
@@ -243,8 +250,8 @@ def _candidate(candidate: ExplainedCandidate) -> str:
             for name, seconds in cost.items()
             if name.endswith("_s") and seconds
         )
-        said += f"  cost {_s(cost.get('total'))}" + (f" = {parts}" if parts else "")
-    return said
+        text += f"  cost {_s(cost.get('total'))}" + (f" = {parts}" if parts else "")
+    return text
 
 
 def _worker(worker: ServedBy) -> str:
@@ -330,12 +337,12 @@ def run(args: argparse.Namespace) -> int:
         query = "?replay=text" if args.text else "?replay=ids"
         _write(args.replay, ask(routers_of(args), path_of(args.id, query)))
         return 0
-    said = ask(routers_of(args), path_of(args.id))
+    text = ask(routers_of(args), path_of(args.id))
     if args.json:
-        print(said.decode())
+        print(text.decode())
         return 0
     try:
-        explained = msgspec.json.decode(said, type=Explained)
+        explained = msgspec.json.decode(text, type=Explained)
     except msgspec.MsgspecError:
         raise Unavailable(
             "the router is of another version than this command; see its answer with --json"

@@ -98,9 +98,9 @@ def _list(file: Path) -> None:
     book = _read(file)
     for key in book.keys:
         limits = asdict(book.tenants[key.tenant]).items()
-        told = " ".join(f"{name}={value}" for name, value in limits if value not in (None, ""))
+        shown = " ".join(f"{name}={value}" for name, value in limits if value not in (None, ""))
         kind = "operator " if key.operator else ""
-        print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {kind}{told}".rstrip())
+        print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {kind}{shown}".rstrip())
 
 
 @contextmanager

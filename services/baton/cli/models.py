@@ -329,7 +329,7 @@ def _check_room(partial: Path, files: list[File]) -> None:
 def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
     """Copies the files. Returns them with their digests."""
     total = sum(file.size for file in files)
-    began, at_first, said = time.monotonic(), _size(partial), time.monotonic()
+    began, at_first, logged_at = time.monotonic(), _size(partial), time.monotonic()
     pool = ThreadPoolExecutor(COPIES, "fetch")
     # Largest first, so that no large file remains alone at the end.
     ordered = sorted(files, key=lambda file: -file.size)
@@ -344,9 +344,9 @@ def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> li
                 except TimeoutError:
                     if future.done():
                         raise
-                if time.monotonic() - said >= SAY_EVERY_S:
-                    said, done = time.monotonic(), _size(partial)
-                    speed = (done - at_first) / (said - began) / 1e6
+                if time.monotonic() - logged_at >= SAY_EVERY_S:
+                    logged_at, done = time.monotonic(), _size(partial)
+                    speed = (done - at_first) / (logged_at - began) / 1e6
                     percent = min(100.0, 100 * done / max(1, total))
                     say(f"{percent:.0f} % of {total / 1e9:.1f} GB, {speed:.0f} MB/s")
     finally:
@@ -361,7 +361,7 @@ def _one(source: ModelSource, file: File, partial: Path) -> File:
 @contextmanager
 def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
     """Holds a lock. Raises Unavailable if another process holds it for longer than wait_s."""
-    give_up, told = time.monotonic() + wait_s, False
+    give_up, logged = time.monotonic() + wait_s, False
     with path.open("w") as file:
         while True:
             try:
@@ -370,9 +370,9 @@ def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > give_up:
                     raise Unavailable(f"another process fetched it for {wait_s:g} s") from None
-            if not told:
+            if not logged:
                 say("another process on this node fetches it; waiting")
-                told = True
+                logged = True
             time.sleep(LOOK_EVERY_S)
         yield
 

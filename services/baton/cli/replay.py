@@ -123,8 +123,8 @@ def run(args: argparse.Namespace) -> int:
     with Client(where.address, api_key=where.key, tls=tls) as client:
         outcomes = replay(client, file)
     for outcome in outcomes:
-        said = "the same" if outcome.same else f"OTHER tokens (there are {outcome.made} now)"
-        print(f"choice {outcome.choice}: {outcome.expected} tokens, {said}")
+        text = "the same" if outcome.same else f"OTHER tokens (there are {outcome.made} now)"
+        print(f"choice {outcome.choice}: {outcome.expected} tokens, {text}")
     if all(outcome.same for outcome in outcomes):
         return 0
     print(_why(exact=file.exact))

@@ -113,8 +113,8 @@ class LogFile:
         """Writes the lines, after the number of lost bytes if any; or counts them as lost."""
         with self._changed:
             lost, reason = self._lost_bytes, self._reason
-        said = f"baton up: {lost} bytes of log are missing here: {reason}\n" if lost else ""
-        data = said.encode() + lines
+        text = f"baton up: {lost} bytes of log are missing here: {reason}\n" if lost else ""
+        data = text.encode() + lines
         try:
             self._write(data)
         except OSError as error:
@@ -272,10 +272,10 @@ class ChildProcess:
 
     def _announced(self, line: bytes) -> None:
         try:
-            said = json.loads(line)
-            if "loading" in said:
-                self._on_loading(self.spec.name, int(said["loading"]), int(said["total"]))
-            elif "role" in said:
+            message = json.loads(line)
+            if "loading" in message:
+                self._on_loading(self.spec.name, int(message["loading"]), int(message["total"]))
+            elif "role" in message:
                 self.serving.set()
         except (ValueError, TypeError, KeyError):
             return
@@ -517,10 +517,12 @@ class Supervisor:
 
     def _write_state(self) -> None:
         """Writes the state file. Raises OSError."""
-        said = self.description()
-        processes = [each | state.process(each["pid"]) for each in said["processes"]]
+        description = self.description()
+        processes = [each | state.process(each["pid"]) for each in description["processes"]]
         token = self._layout.peer_token
-        state.write(said | state.process(os.getpid()) | {"token": token, "processes": processes})
+        state.write(
+            description | state.process(os.getpid()) | {"token": token, "processes": processes}
+        )
 
     def _fail(self, message: str) -> None:
         if self._failure is None:

@@ -312,7 +312,7 @@ class Watch:
     def look(self) -> View:
         """Scrapes all processes once, as many at a time as there are threads. Blocks."""
         sources = list(self._sources())[:MAX_PROCESSES]
-        told: dict[str, list[MetricsWindow]] = {}
+        windows: dict[str, list[MetricsWindow]] = {}
         away: dict[str, str] = {}
         for source, (found, fault) in zip(sources, self._pool.map(_read, sources), strict=True):
             role = "" if found is None else _role(found)
@@ -321,11 +321,11 @@ class Watch:
                 continue
             window = self._windows.setdefault(source.url, MetricsWindow(WINDOW_S))
             window.add(monotonic(), _kept(found))
-            told.setdefault(role, []).append(window)
+            windows.setdefault(role, []).append(window)
         gone = self._windows.keys() - {source.url for source in sources}
         for url in gone:
             del self._windows[url]
-        return view(told, away)
+        return view(windows, away)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -367,22 +367,22 @@ def drawn(shown: View) -> RenderableType:
     return Group(*lines)
 
 
-def _overall_table(told: Overall) -> Table:
+def _overall_table(overall: Overall) -> Table:
     table = Table.grid(padding=(0, 2))
     for _ in range(6):
         table.add_column(no_wrap=True)
     fields = [
-        ("requests/s", _number(told.requests_per_s)),
-        ("open", _number(told.open_requests)),
-        ("output tokens/s", _number(told.output_tokens_per_s)),
-        ("first token p50", _time(told.first_token_p50_s)),
-        ("p99", _time(told.first_token_p99_s)),
-        ("prefix hits", _share(told.prefix_hit_rate)),
-        ("between tokens p50", _time(told.inter_token_p50_s)),
-        ("p99", _time(told.inter_token_p99_s)),
-        ("hand-over", f"{_bytes(told.handover_bytes_per_s)}/s"),
-        ("refusals/s", _number(told.refusals_per_s)),
-        ("migrations/s", _number(told.migrations_per_s)),
+        ("requests/s", _number(overall.requests_per_s)),
+        ("open", _number(overall.open_requests)),
+        ("output tokens/s", _number(overall.output_tokens_per_s)),
+        ("first token p50", _time(overall.first_token_p50_s)),
+        ("p99", _time(overall.first_token_p99_s)),
+        ("prefix hits", _share(overall.prefix_hit_rate)),
+        ("between tokens p50", _time(overall.inter_token_p50_s)),
+        ("p99", _time(overall.inter_token_p99_s)),
+        ("hand-over", f"{_bytes(overall.handover_bytes_per_s)}/s"),
+        ("refusals/s", _number(overall.refusals_per_s)),
+        ("migrations/s", _number(overall.migrations_per_s)),
     ]
     for start in range(0, len(fields), 3):
         cells: list[RenderableType] = []
@@ -413,8 +413,8 @@ def _pools(shown: View) -> Table:
 
 
 def _workers(pool: PoolRow) -> str:
-    told = ", ".join(f"{number} {state}" for state, number in pool.workers.items())
-    return told or (f"{pool.asked} asked" if pool.asked else NOTHING)
+    states = ", ".join(f"{number} {state}" for state, number in pool.workers.items())
+    return states or (f"{pool.asked} asked" if pool.asked else NOTHING)
 
 
 def _number(value: float | None) -> str:

@@ -250,7 +250,7 @@ async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -
     def notify(what: str, *details: Any) -> None:
         notices.add(partial(reader.show, what, *details))
         if what == "ready":
-            notices.add(partial(_tell, loop, shown, reader, supervisor.description()))
+            notices.add(partial(_greet, loop, shown, reader, supervisor.description()))
 
     supervisor = Supervisor(layout, notify)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -267,7 +267,7 @@ async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -
         shown.cancel()
 
 
-def _tell(
+def _greet(
     loop: asyncio.AbstractEventLoop,
     shown: asyncio.Future[None],
     reader: _Report | _Terminal,
@@ -338,9 +338,9 @@ class _Report:
     def __init__(self, fd: int) -> None:
         self._file = os.fdopen(fd, "w", buffering=1)
 
-    def show(self, *said: Any) -> None:
+    def show(self, *words: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._file.write(json.dumps(said) + "\n")
+            self._file.write(json.dumps(words) + "\n")
 
     def ready(self, description: dict[str, Any]) -> None:
         self.show("description", description)

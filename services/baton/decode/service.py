@@ -506,7 +506,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         KV_SOURCE.labels(source).inc()
         STAGE_TIME.labels(stage).observe(wait_s)
         if running.span.recording:
-            running.part.tell({tracing.WORKER_CACHED_TOKENS: cached, tracing.KV_BYTES: received})
+            running.part.set_attributes(
+                {tracing.WORKER_CACHED_TOKENS: cached, tracing.KV_BYTES: received}
+            )
             running.part.end()
             running.part = running.span.child(tracing.GENERATE)
         running.session.started(

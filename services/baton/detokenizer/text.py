@@ -116,7 +116,7 @@ class Spelling(Protocol):
 
     def ids_of(self, texts: Iterable[str]) -> frozenset[int]: ...
 
-    def knows(self, token_id: int) -> bool: ...
+    def has(self, token_id: int) -> bool: ...
 
     def first(self, token_id: int) -> bytes: ...
 
@@ -170,7 +170,7 @@ class IncrementalText:
             return ""
         if self._begun:
             return self._decoder.decode(self._spelling.middle(token_id))
-        if not self._spelling.knows(token_id):
+        if not self._spelling.has(token_id):
             return ""
         self._begun = True
         return self._decoder.decode(self._spelling.first(token_id))
@@ -250,7 +250,7 @@ class StreamedText:
         self._ready: list[str] = []
         self._stop: Stop | None = None
         self._ended = False
-        self._told = (0, 0)
+        self._reported = (0, 0)
 
     @property
     def count(self) -> int:
@@ -288,7 +288,7 @@ class StreamedText:
 
     @property
     def has_news(self) -> bool:
-        return bool(self._ready) or self._ended or self._told != self._tell()
+        return bool(self._ready) or self._ended or self._reported != self._progress()
 
     def take(self, max_characters: int) -> News:
         """The text that is ready, at most max_characters; the rest stays for the next call."""
@@ -296,11 +296,11 @@ class StreamedText:
         self._ready.clear()
         if len(text) > max_characters:
             self._ready.append(text[max_characters:])
-            return News(text[:max_characters], *self._told)
-        self._told = self._tell()
-        return News(text, *self._told, stop=self._stop, end=self._ended)
+            return News(text[:max_characters], *self._reported)
+        self._reported = self._progress()
+        return News(text, *self._reported, stop=self._stop, end=self._ended)
 
-    def _tell(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int]:
         searched = self._count if self._matcher else 0
         return self._count - len(self._ends), searched
 
@@ -495,7 +495,7 @@ class OpenTexts:
         if entry is not None:
             self._unsent_bytes -= entry.unsent_bytes
             if entry.span.recording:
-                entry.span.tell({tracing.TEXT_TOKENS: entry.text.count})
+                entry.span.set_attributes({tracing.TEXT_TOKENS: entry.text.count})
             entry.span.end(error_type(error))
         self._changed.pop(text_id, None)
         self._failed.pop(text_id, None)

@@ -78,7 +78,7 @@ class Vocabulary:
         ids = map(self._tokenizer.token_to_id, texts)
         return frozenset(token_id for token_id in ids if token_id is not None)
 
-    def knows(self, token_id: int) -> bool:
+    def has(self, token_id: int) -> bool:
         return 0 <= token_id < self.size and self._tokenizer.id_to_token(token_id) is not None
 
     def middle(self, token_id: int) -> bytes:

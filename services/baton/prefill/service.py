@@ -333,7 +333,7 @@ def _trace(span: Span, first: FirstTokens) -> None:
     begin = end - first.prefill_s
     span.child(tracing.PREFILL_QUEUE, at=begin - first.queue_s).end(at=begin)
     span.child(tracing.PREFILL_COMPUTE, at=begin).end(at=end)
-    span.tell({tracing.WORKER_CACHED_TOKENS: first.cached_tokens})
+    span.set_attributes({tracing.WORKER_CACHED_TOKENS: first.cached_tokens})
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):

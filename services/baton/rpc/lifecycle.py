@@ -85,20 +85,20 @@ async def run_until_stopped(
     effect.
     """
     loop = asyncio.get_running_loop()
-    told: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    received: asyncio.Queue[signal.Signals] = asyncio.Queue()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, told.put_nowait, number)
+        loop.add_signal_handler(number, received.put_nowait, number)
     crash = fatal if fatal is not None else loop.create_future()
     worn = exhausted if exhausted is not None else loop.create_future()
     try:
-        first = await _first(told, crash, worn)
+        first = await _first(received, crash, worn)
         if first is None:
             return _crashed(crash)
         server.leave()
         ending = worn.done()
         level = logging.WARNING if ending else logging.INFO
         log.log(level, "%s: draining for at most %g s", first, drain_timeout_s)
-        code = await _drain(drain, drain_timeout_s, told, crash, signals=2 if ending else 1)
+        code = await _drain(drain, drain_timeout_s, received, crash, signals=2 if ending else 1)
         return EXHAUSTED if ending and code < 128 and not crash.done() else code
     finally:
         faulthandler.dump_traceback_later(EXIT_S, exit=True)
@@ -122,10 +122,10 @@ def exit_at_once(code: int) -> None:
 
 
 async def _first(
-    told: asyncio.Queue[signal.Signals], crash: asyncio.Future[None], worn: asyncio.Future[str]
+    received: asyncio.Queue[signal.Signals], crash: asyncio.Future[None], worn: asyncio.Future[str]
 ) -> str | None:
     """The reason to drain, or None when `crash` is done first."""
-    getter = asyncio.ensure_future(told.get())
+    getter = asyncio.ensure_future(received.get())
     try:
         await asyncio.wait((getter, crash, worn), return_when=asyncio.FIRST_COMPLETED)
         if crash.done():
@@ -138,13 +138,13 @@ async def _first(
 async def _drain(
     drain: Callable[[], Awaitable[None]],
     timeout_s: float,
-    told: asyncio.Queue[signal.Signals],
+    received: asyncio.Queue[signal.Signals],
     crash: asyncio.Future[None],
     signals: int,
 ) -> int:
     """Drains and returns the exit code. signals: how many more signals end it at once."""
     draining = asyncio.ensure_future(drain())
-    second = asyncio.ensure_future(_last_of(told, signals))
+    second = asyncio.ensure_future(_last_of(received, signals))
     try:
         await asyncio.wait(
             (draining, second, crash), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -168,10 +168,10 @@ async def _drain(
             await asyncio.wait((draining, second), timeout=STOP_GRACE_S)
 
 
-async def _last_of(told: asyncio.Queue[signal.Signals], number: int) -> signal.Signals:
+async def _last_of(received: asyncio.Queue[signal.Signals], number: int) -> signal.Signals:
     for _ in range(number - 1):
-        await told.get()
-    return await told.get()
+        await received.get()
+    return await received.get()
 
 
 def _crashed(crash: asyncio.Future[None]) -> int:

@@ -179,7 +179,7 @@ class OtelSpan(Span):
         if not self._ended:
             self._span.update_name(name)
 
-    def tell(self, attributes: Mapping[str, Value]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
         if not self._ended:
             self._span.set_attributes(attributes)
 
@@ -235,25 +235,25 @@ class OtelLogs(logging.Handler):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._clock = clock
-        self._said: dict[str, float] = {}
-        self._unsaid: dict[str, int] = {}
+        self._logged_at: dict[str, float] = {}
+        self._num_left_out: dict[str, int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         trouble = next(
-            (said for name, said in _TROUBLES.items() if record.name.startswith(name)),
+            (text for name, text in _TROUBLES.items() if record.name.startswith(name)),
             _OTHER_TROUBLE,
         )
         now = self._clock()
-        if trouble in self._said and now - self._said[trouble] < SAY_EVERY_S:
-            self._unsaid[trouble] = self._unsaid.get(trouble, 0) + 1
+        if trouble in self._logged_at and now - self._logged_at[trouble] < SAY_EVERY_S:
+            self._num_left_out[trouble] = self._num_left_out.get(trouble, 0) + 1
             return
-        self._said[trouble] = now
-        told: dict[str, object] = {"source": record.name}
+        self._logged_at[trouble] = now
+        extra: dict[str, object] = {"source": record.name}
         if kind := _kind(record):
-            told["error"] = kind
-        if unsaid := self._unsaid.pop(trouble, 0):
-            told["unsaid"] = unsaid
-        log.warning("%s", trouble, extra=told)
+            extra["error"] = kind
+        if left_out := self._num_left_out.pop(trouble, 0):
+            extra["unsaid"] = left_out
+        log.warning("%s", trouble, extra=extra)
 
 
 def take_over() -> None:

@@ -121,7 +121,7 @@ class Startup:
         self.took: dict[str, float] = {}
         """Seconds that each finished part took."""
         self._done = self._total = 0
-        self._said = clock()
+        self._logged_at = clock()
         self.ready_s: float | None = None
         """Seconds from the process's start until it was first ready; None before that."""
         self.part = IMPORT
@@ -141,8 +141,8 @@ class Startup:
         self._done, self._total = done, total
         if done >= total:
             self.enter(CHECK)
-        elif self._clock() - self._said >= SAY_EVERY_S:
-            self._said = self._clock()
+        elif self._clock() - self._logged_at >= SAY_EVERY_S:
+            self._logged_at = self._clock()
             log.info("%s", self.words)
 
     def ready(self) -> None:
@@ -225,7 +225,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """Marks the process as started, with these services. They are not ready yet."""
         self._services = frozenset(services)
         self._started = True
-        self._tell()
+        self._notify()
 
     def set_serving(self, serving: bool) -> None:
         """Sets the readiness of all services, for every Check and Watch. Without effect after
@@ -233,7 +233,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._serving = serving and not self._leaving
         if self._serving:
             self._startup.ready()
-        self._tell()
+        self._notify()
 
     def leave(self) -> None:
         """Turns all services to NOT_SERVING for good; later calls of `set_serving` do not change
@@ -278,7 +278,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         finally:
             self._watchers -= 1
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

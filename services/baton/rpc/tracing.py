@@ -74,7 +74,7 @@ class Span:
     def rename(self, name: str) -> None:
         """Changes the span's name."""
 
-    def tell(self, attributes: Mapping[str, Value]) -> None:
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
         """Adds attributes; a newer value replaces an older one."""
 
     def event(self, name: str, *, at: float | None = None) -> None:

@@ -25,9 +25,9 @@ LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
 def next_token(input_ids: Sequence[int], seed: int, choice: int, *, may_end: bool) -> int:
     """Returns the token after input_ids (prompt and output): the scripted one if the input has a
     script, else a hash of which one in 64 ends the answer, if may_end."""
-    told = _said(input_ids)
-    if told is not None:
-        return told
+    scripted = _scripted(input_ids)
+    if scripted is not None:
+        return scripted
     text = f"{seed} {choice} {' '.join(map(str, input_ids))}"
     number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     if may_end and number % 64 == 0:
@@ -76,11 +76,11 @@ def says(text: str) -> str:
     return f"{BEGIN}{text}{END}"
 
 
-def _said(input_ids: Sequence[int]) -> int | None:
+def _scripted(input_ids: Sequence[int]) -> int | None:
     """Returns the next byte of the script, 256 at its end, None without a script."""
-    said = bytes(token for token in input_ids if token < 256)
-    found = _SCRIPT.search(said)
+    text = bytes(token for token in input_ids if token < 256)
+    found = _SCRIPT.search(text)
     if found is None:
         return None
-    so_far = len(said) - found.end()
+    so_far = len(text) - found.end()
     return found[1][so_far] if so_far < len(found[1]) else 256

@@ -400,7 +400,7 @@ class _Running:
     confirmed: dict[int, int] = field(default_factory=dict)
     leaving: set[int] = field(default_factory=set)
     ready: bool = False
-    told: bool = False
+    reported: bool = False
 
 
 Tamper = Callable[[list[ChoiceTokens]], Iterable[ChoiceTokens]]
@@ -616,8 +616,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         for key, running in list(self.running.items()):
             if not running.ready:
                 continue
-            if not running.told:
-                running.told = True
+            if not running.reported:
+                running.reported = True
                 self._started.append(
                     decode_pb2.SequenceStarted(
                         request_id=key.request_id,

@@ -284,43 +284,43 @@ class ChatTemplate:
                 "cannot be combined with add_generation_prompt", field="continue_final_message"
             )
         kwargs = parse_template_kwargs(chat.template_kwargs)
-        said = _Values(chat_messages(chat), chat_tools(chat), kwargs)
-        text = self._text(chat, said)
+        values = _Values(chat_messages(chat), chat_tools(chat), kwargs)
+        text = self._text(chat, values)
         try:
             text.encode()
         except UnicodeEncodeError:  # a template can produce lone surrogates
             raise InvalidArgument("must not become half a character", field="messages") from None
         control = self._control
-        if not control.may_begin_in(said.texts()):
+        if not control.may_begin_in(values.texts()):
             return Rendered(text)
-        marking = control.marking([text, *said.texts()])
-        marked = self._marked(chat, said.changed(marking.beginnings), marking)
+        marking = control.marking([text, *values.texts()])
+        marked = self._marked(chat, values.changed(marking.beginnings), marking)
         if marked is None or marking.undone(marked) != text:
             # The template depends on the marked characters. Then only whole control tokens in the
             # client's texts are marked.
-            if not control.is_in(said.texts()):
+            if not control.is_in(values.texts()):
                 return Rendered(text)
-            marked = marking.found(self._text(chat, said.changed(marking.tokens)))
+            marked = marking.found(self._text(chat, values.changed(marking.tokens)))
             text = marking.undone(marked)
         own = control.spans(marked)
         # If both spans are equal, the client's texts contain no control token.
         return Rendered(text, own if control.always or own != control.spans(text) else None)
 
-    def _marked(self, chat: ChatPrompt, said: _Values, marking: _Marking) -> str | None:
+    def _marked(self, chat: ChatPrompt, values: _Values, marking: _Marking) -> str | None:
         """The rendered text with marks; None when the template fails on it."""
         try:
-            return marking.found(self._text(chat, said))
+            return marking.found(self._text(chat, values))
         except InvalidArgument:
             return None
 
-    def _text(self, chat: ChatPrompt, said: _Values) -> str:
+    def _text(self, chat: ChatPrompt, values: _Values) -> str:
         if not chat.continue_final_message:
-            return self._render(chat, said)
+            return self._render(chat, values)
         # The result is the text up to the end of the final message.
-        final = said.messages[-1]["content"]
-        with_mark = {**said.messages[-1], "content": final + CONTINUE_MARK}
-        said = said._replace(messages=[*said.messages[:-1], with_mark])
-        text = self._render(chat, said) if self._uses_content else ""
+        final = values.messages[-1]["content"]
+        with_mark = {**values.messages[-1], "content": final + CONTINUE_MARK}
+        values = values._replace(messages=[*values.messages[:-1], with_mark])
+        text = self._render(chat, values) if self._uses_content else ""
         mark = CONTINUE_MARK.rstrip()
         if mark not in text or final.strip() not in text:
             raise InvalidArgument(
@@ -331,12 +331,12 @@ class ChatTemplate:
         # If the mark's space is gone, the template trims messages, so the message's end is trimmed.
         return before if after.startswith(" ") else before.rstrip()
 
-    def _render(self, chat: ChatPrompt, said: _Values) -> str:
+    def _render(self, chat: ChatPrompt, values: _Values) -> str:
         variables = {
             **self._special_tokens,
-            **said.kwargs,
-            "messages": said.messages,
-            "tools": said.tools,
+            **values.kwargs,
+            "messages": values.messages,
+            "tools": values.tools,
             "documents": None,
             "add_generation_prompt": chat.add_generation_prompt,
         }

@@ -30,9 +30,9 @@ def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
     decoder = msgspec.json.Decoder(Job)
     encoder = msgspec.json.Encoder()
     _limit(int(memory_bytes))
-    said, sys.stdout = sys.stdout.buffer, sys.stderr
-    said.write(b"{}\n")
-    said.flush()
+    answers, sys.stdout = sys.stdout.buffer, sys.stderr
+    answers.write(b"{}\n")
+    answers.flush()
     template: ChatTemplate | None = None
     hard_s = _HARD_CPU * float(cpu_s) + _HARD_CPU_S
     for line in sys.stdin.buffer:
@@ -56,8 +56,8 @@ def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
         except RecursionError:  # values nested too deeply, before the template runs
             refusal = not_accepted()
             reply = Reply(message=refusal.message, field=refusal.field)
-        said.write(encoder.encode(reply) + b"\n")
-        said.flush()
+        answers.write(encoder.encode(reply) + b"\n")
+        answers.flush()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 

@@ -44,7 +44,7 @@ def chat_size(chat: ChatPrompt) -> int:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "reasoning_content": message.reasoning,
         "tool_calls": [_call(call) for call in message.tool_calls],
         "tool_call_id": message.tool_call_id,
@@ -53,7 +53,7 @@ def _message(message: Message) -> dict[str, Any]:
     return {
         "role": message.role,
         "content": message.content,
-        **{key: value for key, value in said.items() if value},
+        **{key: value for key, value in fields.items() if value},
     }
 
 

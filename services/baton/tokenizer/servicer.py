@@ -336,7 +336,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
             *(self._some(work, group, size) for group, size in _groups(inputs))
         )
         return [
-            output(error=_told(one, about)) if isinstance(one, BatonError) else one
+            output(error=_logged_error(one, about)) if isinstance(one, BatonError) else one
             for some in outputs
             for one in some
         ]
@@ -376,7 +376,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         return None
 
 
-def _told(error: BatonError, about: Mapping[str, str]) -> Error:
+def _logged_error(error: BatonError, about: Mapping[str, str]) -> Error:
     """The error as a message. Internal errors are logged, and at debug level the cause of a
     refusal."""
     if not isinstance(error, InvalidArgument | Overloaded):

@@ -54,7 +54,7 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
 
         # A model that cannot fit is refused before gigabytes are read.
         foresee(config)
-        return TorchRunner.load(config, progress=_told(loading, _loading()))
+        return TorchRunner.load(config, progress=_to_all(loading, _loading()))
     except InvalidArgument as error:
         if error.field not in _OPTION_NAMES:
             raise
@@ -106,12 +106,12 @@ def is_exact(runner: ModelRunner) -> bool:
     return bool(getattr(runner, "exact", True))
 
 
-def _told(*listeners: Loading) -> Loading:
-    def tell(done: int, total: int) -> None:
+def _to_all(*listeners: Loading) -> Loading:
+    def report(done: int, total: int) -> None:
         for listener in listeners:
             listener(done, total)
 
-    return tell
+    return report
 
 
 def _loading() -> Loading:
@@ -122,7 +122,7 @@ def _loading() -> Loading:
         return lambda done, total: print(
             json.dumps({"loading": done, "total": total}), file=sys.stdout, flush=True
         )
-    return _bar() if sys.stderr.isatty() else _told()
+    return _bar() if sys.stderr.isatty() else _to_all()
 
 
 def _bar() -> Loading:

@@ -273,8 +273,8 @@ async def _run_settled(
             " or ".join(staging.names),
         )  # fmt: skip
         fatal = _fatal(engine, runner)
-        told = {"role": role, "listen": listening, "metrics": server.metrics_address}
-        print(json.dumps(told), flush=True)
+        announcement = {"role": role, "listen": listening, "metrics": server.metrics_address}
+        print(json.dumps(announcement), flush=True)
 
         exhausted = asyncio.create_task(_exhausted(staging))
         ends.callback(exhausted.cancel)

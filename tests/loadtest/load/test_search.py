@@ -33,10 +33,10 @@ def test_it_is_found_within_its_resolution(
     assert all(lowest <= rate <= bounds.highest for rate, _ in found.tried)
     assert len(found.tried) < 60
     if most < lowest:
-        assert found.rate is None and "Even the lowest rate" in found.said()
+        assert found.rate is None and "Even the lowest rate" in found.conclusion()
     elif most >= bounds.highest:
         assert found.rate == bounds.highest and found.above is None
-        assert "At least" in found.said()
+        assert "At least" in found.conclusion()
     else:
         assert found.rate is not None and found.above is not None
         assert found.rate <= most < found.above <= found.rate * (1 + resolution) * (1 + 1e-9)
@@ -65,13 +65,13 @@ def test_rates_that_do_not_grow_are_refused() -> None:
 def test_what_cannot_be_asked_for_is_no_limit_of_the_server() -> None:
     found = search(Range(1, 1000), 100, Verdict.UNKNOWN)
     assert found.rate == pytest.approx(98, rel=0.05)
-    assert "could not be asked for in time from here" in found.said()
-    assert "could be asked" in search(Range(200, 1000), 100, Verdict.UNKNOWN).said()
+    assert "could not be asked for in time from here" in found.conclusion()
+    assert "could be asked" in search(Range(200, 1000), 100, Verdict.UNKNOWN).conclusion()
 
 
 def test_it_is_stopped() -> None:
     found = search(Range(1, 1000), 5, Verdict.STOPPED)
-    assert found.said() == "Stopped before the search ended."
+    assert found.conclusion() == "Stopped before the search ended."
     assert found.rate == 4
 
 

@@ -43,7 +43,7 @@ def test_workers_join_after_their_start_and_leave_when_they_are_done() -> None:
         Planned({0.0: 1, 5.0: 3, 12.0: 1}),
         startup_s=3.0,
         period_s=1.0,
-        told=lambda now, prefills, decodes: seen.append((now, prefills, decodes)),
+        on_check=lambda now, prefills, decodes: seen.append((now, prefills, decodes)),
     )
     outcome = simulation.run(requests)
     simulation.check()
@@ -94,7 +94,7 @@ def test_a_burst_brings_workers_by_what_waits() -> None:
     rule = ScalingRule(ScalingPolicy(1.0, 0.05, lead_s=2.0), Bounds(1, 4), Bounds(1, 4))
     Autoscaler(
         simulation, facts, Leading(rule), startup_s=2.0, period_s=1.0,
-        told=lambda now, prefills, decodes: sizes.append(prefills),
+        on_check=lambda now, prefills, decodes: sizes.append(prefills),
     )  # fmt: skip
     simulation.run([Request(0.0, 10, 2), *requests])
     assert sizes[:19] == [1] * 19 and max(sizes) == 4

@@ -52,13 +52,13 @@ def hits(log: Path) -> dict[str, Hit]:
     to_monotonic = time.monotonic() - time.time()
     for line in log.read_text(errors="replace").splitlines():
         try:
-            said = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(said, dict) or not said.get("lost_at") or said["reason"] == BUSY:
+        if not isinstance(record, dict) or not record.get("lost_at") or record["reason"] == BUSY:
             continue
-        noticed = datetime.fromisoformat(said["time"]).timestamp() + to_monotonic
-        found.setdefault(said["request_id"], Hit(noticed)).roles.add(said["lost_at"])
+        noticed = datetime.fromisoformat(record["time"]).timestamp() + to_monotonic
+        found.setdefault(record["request_id"], Hit(noticed)).roles.add(record["lost_at"])
     return found
 
 
@@ -77,7 +77,7 @@ class Ended:
     """The end of one run of a process."""
 
     name: str
-    told: int | None
+    signalled: int | None
     """The signal that this module sent, if any."""
     code: int
 
@@ -86,14 +86,14 @@ class Fleet:
     """The running processes, by name. log: the file of all their logs, as JSON lines."""
 
     def __init__(
-        self, layout: Layout, supervisor: Supervisor, ended: list[Ended], told: dict[str, int]
+        self, layout: Layout, supervisor: Supervisor, ended: list[Ended], signalled: dict[str, int]
     ) -> None:
         self.layout = layout
         self.log = state.log_file()
         self.ended = ended
         self._supervisor = supervisor
         self._specs = {spec.name: spec for spec in layout.processes}
-        self._told = told
+        self._signalled = signalled
         self._withheld: set[str] = set()
 
     def names(self, *roles: str) -> list[str]:
@@ -110,10 +110,10 @@ class Fleet:
         """The gRPC addresses of the routers."""
         return [self.spec(name).grpc for name in self.names("router")]
 
-    def tell(self, name: str, number: signal.Signals) -> ChildProcess:
+    def signal(self, name: str, number: signal.Signals) -> ChildProcess:
         """Sends a signal that ends the process; returns the run that ends by it."""
         child = self.child(name)
-        self._told[name] = number
+        self._signalled[name] = number
         os.kill(child.pid, number)
         return child
 
@@ -137,7 +137,7 @@ class Fleet:
         """Scales down by one: the process drains and is not restarted until `come`."""
         self._supervisor.withhold(name)
         self._withheld.add(name)
-        await self.gone(self.tell(name, signal.SIGTERM))
+        await self.gone(self.signal(name, signal.SIGTERM))
 
     async def come(self, name: str) -> None:
         """Scales up again."""
@@ -184,7 +184,7 @@ class Fleet:
     @property
     def unasked(self) -> list[Ended]:
         """Returns the processes that ended without being signalled."""
-        return [ended for ended in self.ended if ended.told is None]
+        return [ended for ended in self.ended if ended.signalled is None]
 
 
 @asynccontextmanager
@@ -201,7 +201,7 @@ async def fleet(
     network = network or Network()
     layout = _layout(args, routers)
     ended: list[Ended] = []
-    told: dict[str, int] = {}
+    signalled: dict[str, int] = {}
     pids: dict[int, str] = {}
 
     def notify(what: str, *details: object) -> None:
@@ -209,19 +209,19 @@ async def fleet(
             pids[int(str(details[1]))] = str(details[0])
         if what == "restarting":
             name, code = str(details[0]), int(str(details[1]))
-            ended.append(Ended(name, told.pop(name, None), code))
-            if ended[-1].told is None:
+            ended.append(Ended(name, signalled.pop(name, None), code))
+            if ended[-1].signalled is None:
                 say(f"{name} ended by itself with code {code}")
 
     with tempfile.TemporaryDirectory() as scratch:
         # The user's own `baton up` must not share these files, which `hits` reads.
-        told_apart = {"XDG_STATE_HOME": str(args.logs or scratch), "BATON_LOG_JSON": "true"}
-        with environment(**told_apart):
+        variables = {"XDG_STATE_HOME": str(args.logs or scratch), "BATON_LOG_JSON": "true"}
+        with environment(**variables):
             async with (
                 network.between(layout, pids) as laid,
                 supervised(laid, notify, longest_backoff_s=FIRST_BACKOFF_S) as supervisor,
             ):
-                yield Fleet(layout, supervisor, ended, told)
+                yield Fleet(layout, supervisor, ended, signalled)
 
 
 def _layout(args: argparse.Namespace, routers: int) -> Layout:

@@ -125,7 +125,7 @@ class Killer:
     async def _kill(self, name: str, role: str) -> None:
         began = time.monotonic()
         try:
-            await self._running.back(self._running.tell(name, signal.SIGKILL))
+            await self._running.back(self._running.signal(name, signal.SIGKILL))
         finally:
             self._roles[role].release()
             self._places.release()

@@ -227,7 +227,7 @@ def is_shifted(got: Sequence[int], expected: Sequence[int]) -> bool:
 
 
 def _bytes(text: dict[int, str]) -> dict[int, bytes]:
-    return {choice: said.encode() for choice, said in text.items()}
+    return {choice: part.encode() for choice, part in text.items()}
 
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))

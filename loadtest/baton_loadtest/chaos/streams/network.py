@@ -196,8 +196,8 @@ class ProxiedNetwork(Network):
                 )
                 await proxy.start()
                 ends.push_async_callback(proxy.close)
-            told = [_told(spec, proxies) for spec in layout.processes]
-            yield replace(layout, processes=tuple(told))
+            redirected = [_redirected(spec, proxies) for spec in layout.processes]
+            yield replace(layout, processes=tuple(redirected))
 
     def _edge_of(
         self, callee: str, port: int, pids: Mapping[int, str], local_port: int
@@ -206,7 +206,7 @@ class ProxiedNetwork(Network):
         return self.edge(who, callee) if who else None
 
 
-def _told(spec: ProcessSpec, proxies: Mapping[str, str]) -> ProcessSpec:
+def _redirected(spec: ProcessSpec, proxies: Mapping[str, str]) -> ProcessSpec:
     """Returns a process that has only addresses of proxies."""
     if spec.role != "router":
         return replace(spec, command=(*spec.command, "--advertise", proxies[spec.grpc]))

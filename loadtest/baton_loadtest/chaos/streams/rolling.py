@@ -64,7 +64,7 @@ async def _restart(running: Fleet, roles: Sequence[str], rounds: int) -> Counter
     for _ in range(rounds):
         for name in running.names(*roles):
             began = time.monotonic()
-            old = running.tell(name, signal.SIGTERM)
+            old = running.signal(name, signal.SIGTERM)
             await running.gone(old)
             left = time.monotonic()
             await running.back(old)

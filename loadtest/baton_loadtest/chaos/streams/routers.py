@@ -73,8 +73,8 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
                 await _alone(running, dies, some, found)
         held, unasked = await running.at_rest(), len(running.unasked)
     retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for _, answer in found.cut)
-    told = {answer.failed.name for _, answer in found.cut if answer.failed}
-    say(f"the killed router's clients were told {', '.join(sorted(told))}")
+    codes = {answer.failed.name for _, answer in found.cut if answer.failed}
+    say(f"the killed router's clients were told {', '.join(sorted(codes))}")
     ended = found.others + found.again
     return [
         Result("router replicas killed", 2 * args.rounds, ""),
@@ -97,7 +97,7 @@ async def _beside(
     """Runs half of the streams through each router."""
     others, cut = _ask(stays, some[::2]), _ask(dies, some[1::2])
     await _under_way(others + cut)
-    old = running.tell(DIES, signal.SIGKILL)
+    old = running.signal(DIES, signal.SIGKILL)
     lost = await _ended(cut)
     found.cut += [pair for pair in lost if pair[1].failed]
     found.others += [pair for pair in lost if not pair[1].failed]
@@ -110,7 +110,7 @@ async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], found: Foun
     """Runs all streams through the router that is killed."""
     cut = _ask(dies, some)
     await _under_way(cut)
-    old, killed = running.tell(DIES, signal.SIGKILL), time.monotonic()
+    old, killed = running.signal(DIES, signal.SIGKILL), time.monotonic()
     workers = running.names(*WORKER_ROLES)
     while await running.held(*workers):
         if time.monotonic() - killed > PATIENCE_S:

@@ -173,7 +173,7 @@ MEETINGS = 5
 KV_CHUNKS = 8
 LARGEST_BUFFER = 16 << 20
 
-Tell = Callable[..., None]
+Report = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class ProbeTask:
     """Files of certificate, key and CA; none: plain text."""
 
 
-async def probe(task: ProbeTask, tell: Tell) -> None:
+async def probe(task: ProbeTask, report: Report) -> None:
     """Raises BatonError at the first failure; facts printed before it remain valid."""
     ucx = choose(
         KvNetwork(task.kv_network),
@@ -207,7 +207,7 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
         ends.push_async_callback(channels.close)
         channel = channels.get(task.peer, task.peer_role)
         peer = await _who(channel)
-        tell(peer={**asdict(peer.identity), "has_kv": peer.layout is not None})
+        report(peer={**asdict(peer.identity), "has_kv": peer.layout is not None})
         if peer.layout is None:
             return
         sender = replace(peer.identity, address=task.peer)
@@ -224,7 +224,7 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
             ucx_transports=ways,
         )
         meeting, seconds = await _meet(connection, request)
-        tell(
+        report(
             meeting={
                 "seconds": seconds,
                 "digest": meeting.digest,
@@ -245,13 +245,13 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
         receiver = KvReceiver(me, peer.layout, staging, lambda _: connection)
         ends.push_async_callback(receiver.close)
         await receiver.meet(sender)
-        tell(transport=connection.transport)
-        tell(memcpy_bytes_per_s=await asyncio.to_thread(memcpy_rate, staging.ring))
+        report(transport=connection.transport)
+        report(memcpy_bytes_per_s=await asyncio.to_thread(memcpy_rate, staging.ring))
         buffer_bytes = min(meeting.ring.buffer_bytes, staging.ring.buffer_bytes)
         positions = positions_per_kv_chunk(buffer_bytes, peer.layout)
         sampler = Sampler(sender, positions, staging, connection, receiver)
         times = [await sampler.kv_chunk() for _ in range(KV_CHUNKS)]
-        tell(
+        report(
             kv_chunks={
                 "count": KV_CHUNKS,
                 "bytes": sampler.kv_chunk_bytes,
@@ -259,7 +259,7 @@ async def probe(task: ProbeTask, tell: Tell) -> None:
             }
         )
         await sampler.kv_chunk(measure=True)
-        tell(round_trip_s=sampler.round_trip_s, reads=sampler.reads)
+        report(round_trip_s=sampler.round_trip_s, reads=sampler.reads)
 
 
 async def _who(channel: grpc.aio.Channel) -> WorkerDescription:
@@ -295,17 +295,17 @@ async def _meet(connection: Watched, request: pb.MeetRequest) -> tuple[pb.MeetRe
     return meeting, statistics.median(times)
 
 
-def _tell(**facts: Any) -> None:
+def _report(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
 
 
 async def main(task: ProbeTask) -> int:
     try:
-        await probe(task, _tell)
+        await probe(task, _report)
     except BatonError as error:
-        _tell(error={"reason": error.reason.name, "message": error.message, "field": error.field})
+        _report(error={"reason": error.reason.name, "message": error.message, "field": error.field})
         return 0
-    _tell(done=True)
+    _report(done=True)
     return 0
 
 

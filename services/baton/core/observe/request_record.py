@@ -359,10 +359,10 @@ def _apart(decision: Decision, policy: RoutingPolicy) -> str:
 
 
 def _short(uncached_tokens: int, policy: RoutingPolicy) -> str:
-    said = f"{_tokens(uncached_tokens)}, and up to {policy.short} are not worth a hand-over"
+    text = f"{_tokens(uncached_tokens)}, and up to {policy.short} are not worth a hand-over"
     if policy.by_speed:
-        return f"{said} while not all of these workers have measured their speeds."
-    return f"{said} (local_prefill_tokens)."
+        return f"{text} while not all of these workers have measured their speeds."
+    return f"{text} (local_prefill_tokens)."
 
 
 def _nobody(candidates: Iterable[Candidate], *, split: bool) -> str:
@@ -373,8 +373,8 @@ def _nobody(candidates: Iterable[Candidate], *, split: bool) -> str:
             return "a prefill pool is configured, but this router knows no live worker of it."
         return "this router has no prefill pool."
     fates = Counter((c.filter_reason, c.detail[:MAX_DETAIL]) for c in seen)
-    told = "; ".join(_filter_reason(*key, count) for key, count in fates.most_common(4))
-    return f"no prefill worker could take it ({told})."
+    reasons = "; ".join(_filter_reason(*key, count) for key, count in fates.most_common(4))
+    return f"no prefill worker could take it ({reasons})."
 
 
 def _filter_reason(filter_reason: FilterReason, detail: str, count: int) -> str:

@@ -119,7 +119,7 @@ class StageClock:
         return self._stage
 
     @property
-    def has_told(self) -> bool:
+    def has_text(self) -> bool:
         """Whether the client has received any text."""
         return self._first_text_at is not None
 

@@ -161,8 +161,8 @@ class CallIds:
 
     def __init__(self, prompt: Sequence[int], seed: int, length: int) -> None:
         """length: in characters; a short id has letters and digits only."""
-        said = array("q", prompt).tobytes() + seed.to_bytes(8, "little")
-        self._key = blake2b(said, digest_size=32).digest()
+        data = array("q", prompt).tobytes() + seed.to_bytes(8, "little")
+        self._key = blake2b(data, digest_size=32).digest()
         self._prefix = _PREFIX if length > 2 * len(_PREFIX) else ""
         self._length = length
 

@@ -64,7 +64,10 @@ def packed(
 ) -> PromptLogprobs:
     """Packs numbers that are in order."""
     return PromptLogprobs(
-        num_top, _told(array("f", own)), _told(array("i", top_ids)), _told(array("f", top))
+        num_top,
+        _to_bytes(array("f", own)),
+        _to_bytes(array("i", top_ids)),
+        _to_bytes(array("f", top)),
     )
 
 
@@ -104,7 +107,7 @@ class Gathered:
         )
 
 
-def _told(values: array[float] | array[int]) -> bytes:
+def _to_bytes(values: array[float] | array[int]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()

@@ -135,7 +135,7 @@ def _json_escape(text: AnswerText, emit: Emit) -> Reading[None]:
 
 def _call_object(text: AnswerText, answer: AnswerParts) -> Reading[None]:
     """Reads a call as an object with its name and its arguments in any order."""
-    name, early, told = "", "", False
+    name, early, passed_on = "", "", False
     yield from text.skip()
     yield from text.expect("{")
     while True:
@@ -144,21 +144,21 @@ def _call_object(text: AnswerText, answer: AnswerParts) -> Reading[None]:
         yield from text.skip()
         yield from text.expect(":")
         yield from text.skip()
-        if told:
+        if passed_on:
             yield from _value(text, lambda _: None)
         elif key == "name" and not name:
             name = yield from _string_value(text)
             if early:
                 answer.open_call(name)
                 answer.arguments(early)
-                told = True
+                passed_on = True
         elif key in _ARGUMENTS and not early:
             if (yield from text.peek()) != "{":
                 raise Malformed
             if name:
                 answer.open_call(name)
                 yield from _value(text, answer.arguments)
-                told = True
+                passed_on = True
             else:
                 early = yield from _whole(text)
         elif key in _IGNORED:
@@ -169,7 +169,7 @@ def _call_object(text: AnswerText, answer: AnswerParts) -> Reading[None]:
         if (yield from text.follows("}")):
             break
         yield from text.expect(",")
-    if not told:
+    if not passed_on:
         answer.open_call(name)
         answer.arguments("{}")
     answer.close_call()

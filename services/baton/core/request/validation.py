@@ -188,8 +188,8 @@ def _check_message(field: str, message: Message) -> int:
     if (message.role == "tool") != bool(message.tool_call_id):
         raise wrong(f"{field}.tool_call_id", "must be in messages of role tool, and only there")
     if message.role != "assistant" and (message.tool_calls or message.reasoning):
-        said = "tool_calls" if message.tool_calls else "reasoning"
-        raise wrong(f"{field}.{said}", "must be in messages of role assistant only")
+        misplaced = "tool_calls" if message.tool_calls else "reasoning"
+        raise wrong(f"{field}.{misplaced}", "must be in messages of role assistant only")
     return size + _check_calls(f"{field}.tool_calls", message)
 
 

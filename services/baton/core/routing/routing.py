@@ -299,7 +299,7 @@ def tie_break(request_id: str, worker: WorkerIdentity) -> bytes:
     return blake2b(f"{request_id} {worker.instance_id}".encode(), digest_size=8).digest()
 
 
-def told(ranked: Sequence[ScoredWorker], *, picked: bool = True) -> tuple[Candidate, ...]:
+def candidates_of(ranked: Sequence[ScoredWorker], *, picked: bool = True) -> tuple[Candidate, ...]:
     """Returns the results for scored workers, as candidates."""
     fates = [FilterReason.OUTSCORED] * len(ranked)
     if picked and fates:
@@ -459,15 +459,15 @@ class Decision:
 
     def lines(self) -> list[str]:
         """Returns the decision as text, line by line."""
-        said = [self.reason]
+        lines = [self.reason]
         if self.local_s is not None and self.remote_s is not None:
-            said[0] += f": {self.local_s:.4f} s on decode, {self.remote_s:.4f} s apart"
+            lines[0] += f": {self.local_s:.4f} s on decode, {self.remote_s:.4f} s apart"
         for identity, filter_reason, cost, detail in self.candidates:
             words = [f"{identity.role} {identity.instance_id[:8]}: {filter_reason.value}", detail]
             if cost is not None:
                 words += [f"{name} {value:.4g}" for name, value in cost._asdict().items()]
-            said.append(" ".join(filter(None, words)))
-        return said
+            lines.append(" ".join(filter(None, words)))
+        return lines
 
 
 def decide(
@@ -488,7 +488,7 @@ def decide(
     local = ranked(demand, [ScoredWorker(cost[0], worker) for cost, worker in costs])
     here = _Choice(local, found.others)
     if here.best is None:
-        return Decision(None, None, "no decode worker can take it", here.told())
+        return Decision(None, None, "no decode worker can take it", here.candidates())
     short = here.best.cost.uncached_tokens <= policy.short
     if short and not policy.by_speed:
         return _on_decode(here, None, SHORT)
@@ -498,7 +498,7 @@ def decide(
     apart = _prefill(demand, prefills, policy, now, there.best.worker)
     if apart.best is None:
         if not short and any(candidate.filter_reason in PASSING for candidate in apart.others):
-            seen = (*here.told(picked=False), *apart.told())
+            seen = (*here.candidates(picked=False), *apart.candidates())
             return Decision(None, None, "every prefill worker that fits is busy", seen)
         return _on_decode(here, apart, NO_PREFILL)
     times = _compared(demand, here.best, there.best, apart.best) if policy.by_speed else None
@@ -541,8 +541,8 @@ class _Choice(NamedTuple):
     def best(self) -> ScoredWorker | None:
         return self.scored[0] if self.scored else None
 
-    def told(self, *, picked: bool = True) -> tuple[Candidate, ...]:
-        return (*told(self.scored, picked=picked), *self.others)
+    def candidates(self, *, picked: bool = True) -> tuple[Candidate, ...]:
+        return (*candidates_of(self.scored, picked=picked), *self.others)
 
 
 def _prefill(
@@ -584,7 +584,11 @@ def _on_decode(
 ) -> Decision:
     """Decides for prefill and decode on one worker. apart: the result for the prefill pool, if
     considered."""
-    seen = here.told() if apart is None else (*here.told(), *apart.told(picked=False))
+    seen = (
+        here.candidates()
+        if apart is None
+        else (*here.candidates(), *apart.candidates(picked=False))
+    )
     return _decision(None, here.best, here.best, reason, seen, times)
 
 
@@ -594,7 +598,7 @@ def _on_prefill(
     """Decides for a separate prefill worker. there: the result for the decode pool, if it is
     needed."""
     decode = None if there is None else there.best
-    seen = apart.told() if there is None else (*there.told(), *apart.told())
+    seen = apart.candidates() if there is None else (*there.candidates(), *apart.candidates())
     return _decision(apart.best, decode, apart.best, reason, seen, times)
 
 

@@ -58,14 +58,14 @@ class RequestTrace:
         if not self._span.recording:
             return
         self._span.rename(f"{self._operation} {accepted.model}")
-        told: dict[str, Value] = {
+        attributes: dict[str, Value] = {
             tracing.RESPONSE_ID: accepted.request_id,
             tracing.RESPONSE_MODEL: accepted.model,
             tracing.INPUT_TOKENS: accepted.prompt_tokens,
         }
         if accepted.seed < _INT64:
-            told[tracing.REQUEST_SEED] = accepted.seed
-        self._span.tell(told)
+            attributes[tracing.REQUEST_SEED] = accepted.seed
+        self._span.set_attributes(attributes)
 
     def attempt(self, run: AttemptRun, place: Placement) -> Span:
         """Returns the span of an attempt that is about to start on its workers. The caller ends
@@ -73,7 +73,7 @@ class RequestTrace:
         if not self._span.recording:
             return NO_SPAN
         attempt = run.attempt
-        told: dict[str, Value] = {
+        attributes: dict[str, Value] = {
             tracing.ATTEMPT_NUMBER: attempt.attempt,
             tracing.ATTEMPT_REASON: place.decision.reason,
             tracing.ATTEMPT_POSITION: attempt.position,
@@ -81,10 +81,10 @@ class RequestTrace:
             tracing.ATTEMPT_MOVED: run.moved,
         }
         if place.prefill is not None:
-            told[tracing.PREFILL_WORKER] = place.prefill.identity.instance_id
+            attributes[tracing.PREFILL_WORKER] = place.prefill.identity.instance_id
         if place.decode is not None:
-            told[tracing.DECODE_WORKER] = place.decode.identity.instance_id
-        return self._span.child(tracing.ATTEMPT, told, kind=Kind.CLIENT)
+            attributes[tracing.DECODE_WORKER] = place.decode.identity.instance_id
+        return self._span.child(tracing.ATTEMPT, attributes, kind=Kind.CLIENT)
 
     def part(self, name: str) -> RequestTrace:
         """Returns the trace of a sub-request that runs on the request's behalf."""
@@ -102,21 +102,23 @@ class RequestTrace:
             return
         self._ended = True
         times = stages.times()
-        told: dict[str, Value] = {
+        attributes: dict[str, Value] = {
             tracing.ATTEMPTS: times.attempts,
             tracing.MOVES: times.moves,
             tracing.KV_BYTES: times.kv_bytes,
         }
         output_tokens = sum(map(len, logs))
         if output_tokens:
-            told[tracing.OUTPUT_TOKENS] = output_tokens
-            told[tracing.CACHED_TOKENS] = cached_tokens
-            told[tracing.RESPONSE_FIRST_CHUNK_S] = times.first_token_s
+            attributes[tracing.OUTPUT_TOKENS] = output_tokens
+            attributes[tracing.CACHED_TOKENS] = cached_tokens
+            attributes[tracing.RESPONSE_FIRST_CHUNK_S] = times.first_token_s
             self._span.event(tracing.FIRST_TOKEN, at=stages.began + times.first_token_s)
         reasons = [log.finish_reason for log in logs]
         if None not in reasons and error is None:
-            told[tracing.RESPONSE_FINISH_REASONS] = [str(r and r.name.lower()) for r in reasons]
-        self._span.tell(told)
+            attributes[tracing.RESPONSE_FINISH_REASONS] = [
+                str(r and r.name.lower()) for r in reasons
+            ]
+        self._span.set_attributes(attributes)
         self._span.end(error_type(error), at=stages.began + times.total_s)
 
 
@@ -130,7 +132,7 @@ def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
     if not span.recording:
         return NO_TRACE
     sampling = request.sampling
-    told: dict[str, Value] = {
+    attributes: dict[str, Value] = {
         tracing.OPERATION: operation,
         tracing.PROVIDER: tracing.BATON,
         tracing.REQUEST_CHOICES: request.n,
@@ -140,10 +142,10 @@ def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
         tracing.TENANT: request.tenant.name,
     }
     if request.model:
-        told[tracing.REQUEST_MODEL] = request.model
+        attributes[tracing.REQUEST_MODEL] = request.model
     if request.max_tokens is not None:
-        told[tracing.REQUEST_MAX_TOKENS] = request.max_tokens
-    span.tell(told)
+        attributes[tracing.REQUEST_MAX_TOKENS] = request.max_tokens
+    span.set_attributes(attributes)
     return RequestTrace(span, operation)
 
 
@@ -218,7 +220,7 @@ class StageTimer(StageClock):
         if attempt is not None:
             attempt.ended(self._age(), well=well)
 
-    def text_told(self) -> None:
+    def first_text_ready(self) -> None:
         """The client gets its first text."""
         self.first_text(now())
 

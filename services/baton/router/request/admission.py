@@ -270,9 +270,9 @@ class AdmissionController:
                 if worker.load is not None:
                     reports[worker.identity.instance_id] = worker.load.tenants
         self._others.see(reports, now)
-        told = [(w.load.free_blocks, w.description) for w in decodes if w.load is not None]
-        known = bool(told) and all(description.num_blocks for _, description in told)
-        free = sum(blocks * max(1, description.block_size) for blocks, description in told)
+        reported = [(w.load.free_blocks, w.description) for w in decodes if w.load is not None]
+        known = bool(reported) and all(description.num_blocks for _, description in reported)
+        free = sum(blocks * max(1, description.block_size) for blocks, description in reported)
         self._kv_tokens = free if known else None
 
 

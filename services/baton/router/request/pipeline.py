@@ -277,7 +277,7 @@ class Pipeline:
         runner = made.runner
 
         def observe_first_token() -> None:
-            stages.text_told()
+            stages.first_text_ready()
             self._metrics.first_token(request.tenant, loop.time() - arrival)
 
         def ended(task: asyncio.Task[None]) -> None:

@@ -156,12 +156,12 @@ class ChoiceOutput:
         # This runs at every turn of a stream, and usually there is nothing.
         if self.finished or not (self._unsent or self.ended or self.num_tokens > self._emitted):
             return None
-        told, upto = self._emitted, self._tellable(self._emitted + MAX_DELTA_TOKENS)
-        logprobs = self._logprobs(told, upto) if self.log.has_logprobs else ()
+        start, upto = self._emitted, self._deliverable(self._emitted + MAX_DELTA_TOKENS)
+        logprobs = self._logprobs(start, upto) if self.log.has_logprobs else ()
         text, self._unsent = _cut(self._unsent)
         self.finished = self.ended and upto == len(self.log) and not self._unsent
         self._emitted = upto
-        token_ids = self.log.token_ids(told, upto)
+        token_ids = self.log.token_ids(start, upto)
         if not self.finished:
             return Delta(self.log.choice, text, token_ids, logprobs) if text or token_ids else None
         stop_token_id = self.log.stop_token_id
@@ -175,7 +175,7 @@ class ChoiceOutput:
             stop_token_id=(stop_token_id if stop_token_id in self._shown_stop_token_ids else None),
         )
 
-    def _tellable(self, limit: int) -> int:
+    def _deliverable(self, limit: int) -> int:
         """Returns the number of tokens that the client may receive: their text is out, and their
         log-probabilities have texts."""
         limit = min(limit, self.num_tokens)

@@ -127,14 +127,18 @@ class SliceWatch:
     """
 
     def __init__(
-        self, api: KubernetesApi, namespace: str, service: str, tell: Callable[[list[Json]], None]
+        self,
+        api: KubernetesApi,
+        namespace: str,
+        service: str,
+        on_change: Callable[[list[Json]], None],
     ) -> None:
-        """tell: called with all slices whenever they may have changed, on the thread that runs
+        """on_change: called with all slices whenever they may have changed, on the thread that runs
         this."""
         self._api = api
         self._namespace = namespace
         self._service = service
-        self._tell = tell
+        self._on_change = on_change
         self._slices: dict[str, Json] = {}
         self._stopped = threading.Event()
         self._response: Any = None
@@ -187,7 +191,7 @@ class SliceWatch:
         self._slices = found
         if self._failures:
             log.info("service %s/%s is watched again", self._namespace, self._service)
-        self._tell(list(found.values()))
+        self._on_change(list(found.values()))
         return str(metadata.get("resourceVersion", ""))
 
     def _follow(self, version: str) -> str:
@@ -232,7 +236,7 @@ class SliceWatch:
                 raise ApiFailed(status, f"the server ended the watch with {status}")
             case _:
                 return version
-        self._tell(list(self._slices.values()))
+        self._on_change(list(self._slices.values()))
         return _version(entry, version)
 
 
@@ -367,11 +371,11 @@ class KubernetesSource:
                 newest.get_nowait()
             newest.put_nowait(slices)
 
-        def tell(slices: list[Json]) -> None:
+        def on_change(slices: list[Json]) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(keep, slices)
 
-        following = SliceWatch(self._api, self._namespace, self._service, tell)
+        following = SliceWatch(self._api, self._namespace, self._service, on_change)
         name = f"watch {self._namespace}/{self._service}"
         thread = threading.Thread(target=following.run, name=name, daemon=True)
         thread.start()

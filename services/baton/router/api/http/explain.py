@@ -66,7 +66,7 @@ def explained(record: RequestRecord, now: float, *, whole: bool) -> Json:
     depend on other tenants' requests.
     """
     times, clock = record.so_far(now), record.clock
-    has_text = bool(record.output_tokens) if clock is None else clock.has_told
+    has_text = bool(record.output_tokens) if clock is None else clock.has_text
     document = _copied(
         Explained,
         record,
