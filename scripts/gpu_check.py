@@ -35,6 +35,8 @@ CARRIED = ROOT / ".gpucheck"
 """What `gpucheck/strip_nixl.py` makes."""
 sys.path[:0] = map(str, PATHS)
 
+from baton.core.errors import InvalidArgument  # noqa: E402
+from baton.engine.gpus import VISIBLE, find_driver, select, visible  # noqa: E402
 from baton_loadtest.report import Result, document, table  # noqa: E402
 from gpucheck.sections import SECTIONS, Section  # noqa: E402
 
@@ -331,6 +333,18 @@ def choose(command: str, only: Sequence[str]) -> list[Section]:
     return found if first in found else [first, *found]
 
 
+def expose(device: str) -> str:
+    """Returns cpu or cuda. The first GPU that the name allows becomes the only one that processes
+    of this check see. Raises InvalidArgument. Without NVIDIA's library for management, `probe` says
+    whether torch finds one."""
+    driver = find_driver()
+    if device == "cpu" or (device == "cuda" and driver is None):
+        return device
+    gpus = visible(driver.gpus if driver else (), os.environ.get(VISIBLE))
+    os.environ[VISIBLE] = select("cuda" if device == "auto" else device, gpus)[0].uuid
+    return "cuda"
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [section.name for section in SECTIONS]
@@ -341,7 +355,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="names the sections and ends")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help=f"default {COMMAND_S:g}")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: rehearse")
+    parser.add_argument(
+        "--device", default="cuda", metavar="NAME",
+        help="cuda, cuda:N, GPU-UUID or MIG-UUID; cpu: rehearse (default %(default)s)",
+    )  # fmt: skip
     cache = Path(tempfile.gettempdir()) / "baton-gpu-check"
     parser.add_argument("--cache", type=Path, default=cache, help="compiled kernels are kept here")
     chosen = parser.parse_args(arguments)
@@ -351,7 +368,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if chosen.json is None:
         parser.error("--json FILE is needed")
-    options = Options(chosen.device, chosen.quick, chosen.jobs, chosen.cache)
+    try:
+        device_kind = expose(chosen.device)
+    except InvalidArgument as error:
+        parser.error(f"--device: {error.message}")
+    options = Options(device_kind, chosen.quick, chosen.jobs, chosen.cache)
     budget_s = chosen.budget or (COMMAND_S if chosen.command else float("inf"))
     processes = Processes()
     try:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import gpu_check
+from baton.core.errors import InvalidArgument
+from baton.engine.gpus import Driver, Gpu
 from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.report import Result
 from gpucheck import figures, kernels, strip_nixl
@@ -308,3 +310,15 @@ def test_every_section_runs_to_its_end_on_a_cpu(name: str, tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(path.read_text())["sections"][name]["state"] in ("done", "skipped")
+
+
+def test_one_gpu_of_several_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(i, f"GPU-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
+    monkeypatch.setattr("gpu_check.find_driver", lambda: Driver("580", gpus))
+    for device, limit, chosen in (("cuda", "3,2", "GPU-3"), ("cuda:1", "3,2", "GPU-2")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", limit)
+        assert gpu_check.expose(device) == "cuda"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+    assert gpu_check.expose("cpu") == "cpu"
+    with pytest.raises(InvalidArgument):
+        gpu_check.expose("cuda:4")

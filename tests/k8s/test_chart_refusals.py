@@ -84,10 +84,10 @@ SENTENCES: Sequence[tuple[str, str]] = [
     ("prefill.gpu.count=1,prefill.config.device=cpu", "but prefill.config.device is cpu"),
     ("prefill.config.device=cuda", "prefill.config.device is cuda, but prefill.gpu.count is 0"),
     ("decode.config.device=cuda:1", "decode.config.device is cuda:1, but decode.gpu.count is 0"),
-    ("decode.gpu.count=4", "decode.gpu.count is 4, but decode.config.tensor_parallel is 1"),
+    ("decode.gpu.count=4", "decode.gpu.count is 4, but decode.config makes 1 ranks"),
     (
         "decode.gpu.count=2,decode.config.tensor_parallel=4",
-        "decode.gpu.count is 2, but decode.config.tensor_parallel is 4",
+        "decode.gpu.count is 2, but decode.config makes 4 ranks",
     ),
     (
         "decode.gpu.count=2,decode.config.tensor_parallel=2,"

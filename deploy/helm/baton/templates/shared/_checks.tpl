@@ -81,9 +81,9 @@
 {{- if and $c.gpu.count (contains "engine-cpu" (include "baton.repository" .)) -}}
 {{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .component (int $c.gpu.count) .component $c.image.repository) -}}
 {{- end -}}
-{{- $ranks := int ($c.config.tensor_parallel | default 1) -}}
+{{- $ranks := int (mul ($c.config.tensor_parallel | default 1) ($c.config.pipeline_parallel | default 1)) -}}
 {{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}
-{{- fail (printf "%s.gpu.count is %d, but %s.config.tensor_parallel is %d: each rank computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks (tensor_parallel x pipeline_parallel): each computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
 {{- end -}}
 {{- if and (gt (int $c.gpu.count) 1) (or (contains "/mig-" $c.gpu.resource) (and $c.gpu.dra.enabled (hasPrefix "mig." $c.gpu.dra.deviceClassName))) -}}
 {{- fail (printf "%s.gpu.count is %d, of MIG slices: ranks cannot add up their results between slices. Have one slice a pod, and more pods." .component (int $c.gpu.count)) -}}
