@@ -13,20 +13,24 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
+from baton.core.handover.leaf_hash import points_of
 from baton.core.kvcache.block_pool import Extents, blocks_for
+from baton.core.scheduler.plan import StagingMemory
 from baton.engine.config import MIB
+from baton.engine.kv.staging import DeviceStaging
 from baton.engine.runner import TorchRunner
 from baton.transfer.nixl import NixlTransport
-from baton.transfer.staging import ReadState, StagingPool
+from baton.transfer.staging import HostMemory, ReadState, StagingPool
 from baton.transfer.ucx import KvNetwork, choose
 from baton.v1 import handover_pb2 as pb
-from baton_loadtest.report import Result, compared
+from baton_loadtest.report import Result, at_most, compared
 from gpucheck.check import Check, Skip
 from gpucheck.driving import Batch, generate
 from gpucheck.driving import run as drive
@@ -40,6 +44,7 @@ GOAL = 0.8
 DEADLINE_S = 20.0
 """Of one read."""
 _SEED = 11
+_POINTS = points_of(bytes(16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +81,21 @@ class Side:
 def opened(check: Check, common: Setting) -> Iterator[Side]:
     torch.manual_seed(_SEED)
     s = common.sizes
-    with model(check, s, sequences=1, longest=s.context) as runner:
-        ring = StagingPool(common.num_buffers, common.buffer_bytes)
-        unpin = runner.share(ring.fd, ring.base_address, ring.num_bytes)
+    size = common.num_buffers * common.buffer_bytes
+    with model(check, s, sequences=1, longest=s.context) as runner, ExitStack() as ends:
+        memory: StagingMemory
+        if check.part == "device":
+            memory = DeviceStaging(torch.device(check.device), size)
+        else:
+            memory = HostMemory(size)
+        ring = StagingPool(common.num_buffers, common.buffer_bytes, memory)
+        ends.callback(ring.close)
+        if isinstance(memory, HostMemory):
+            ends.callback(runner.share(memory.fd, memory.address, size))
         instance_id = secrets.token_hex(16)
         transport = NixlTransport(ring, instance_id, choose(KvNetwork.TRUSTED))
-        try:
-            yield Side(runner, ring, transport, instance_id)
-        finally:
-            transport.close()
-            unpin()
-            ring.close()
+        ends.callback(transport.close)
+        yield Side(runner, ring, transport, instance_id)
 
 
 def run(check: Check) -> Iterator[Result]:
@@ -99,7 +108,7 @@ def run(check: Check) -> Iterator[Result]:
         met = other.ask(
             peer=prefill.instance_id,
             metadata=prefill.transport.metadata().hex(),
-            base_address=prefill.ring.base_address,
+            ring=prefill.ring.describe().SerializeToString().hex(),
         )
         assert met["met"]
         s = common.sizes
@@ -116,8 +125,9 @@ def _moved(check: Check, common: Setting, prefill: Side, other: Neighbour) -> It
     """Hands the prompt's KV over twice: the first time opens connections."""
     each = common.buffer_bytes // prefill.runner.layout.bytes_per_position
     size = common.sizes.prompt * prefill.runner.layout.bytes_per_position
+    wrong = 0
     for _ in range(2):
-        pack_s = read_s = unpack_s = 0.0
+        pack_s = read_s = hash_s = unpack_s = 0.0
         for index, first in enumerate(range(0, common.sizes.prompt, each)):
             count = min(each, common.sizes.prompt - first)
             buffer = index % common.num_buffers
@@ -125,15 +135,20 @@ def _moved(check: Check, common: Setting, prefill: Side, other: Neighbour) -> It
             began = time.perf_counter()
             view = prefill.ring.view(buffer)[:payload]
             prefill.runner.pack(common.table, first, count, view)
-            pack_s += time.perf_counter() - began
+            packed = time.perf_counter()
+            hashes = prefill.ring.memory.leaf_hashes(view, _POINTS)
+            pack_s, hash_s = pack_s + packed - began, hash_s + time.perf_counter() - packed
             spent = other.ask(first=first, count=count, buffer=buffer)
             read_s += spent["read_s"]
             unpack_s += spent["unpack_s"]
+            wrong += spent["hashes"] != hashes.hex()
     part = check.part
     yield check.speed(f"hand-over, {part}: read", size / read_s, "B/s", link_name(part), GOAL)
     yield Result(f"hand-over, {part}: pack", size / pack_s, "B/s")
+    yield Result(f"hand-over, {part}: digest", size / hash_s, "B/s")
     yield Result(f"hand-over, {part}: unpack", size / unpack_s, "B/s")
-    slowest = max(pack_s, read_s, unpack_s)
+    yield at_most(f"KV chunks with another digest, {part}", wrong, "", 0)
+    slowest = max(pack_s, read_s, hash_s, unpack_s)
     yield Result(f"hand-over, {part}: bound of its slowest part", size / slowest, "B/s")
 
 
@@ -147,12 +162,7 @@ def main() -> None:
         for question in questions():
             if "peer" in question:
                 peer = question["peer"]
-                ring = pb.StagingPoolDescription(
-                    base_address=question["base_address"],
-                    buffer_bytes=common.buffer_bytes,
-                    num_buffers=common.num_buffers,
-                    memory_kind="DRAM",
-                )
+                ring = pb.StagingPoolDescription.FromString(bytes.fromhex(question["ring"]))
                 decode.transport.add_peer(peer, bytes.fromhex(question["metadata"]), ring)
                 answer(met=True)
             elif "decode" in question:
@@ -163,7 +173,7 @@ def main() -> None:
 
 def _collected(
     decode: Side, common: Setting, peer: str, first: int, count: int, buffer: int
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Reads one chunk from a peer's buffer into the same one of ours, and unpacks it."""
     size = count * decode.runner.layout.bytes_per_position
     began = time.perf_counter()
@@ -175,8 +185,11 @@ def _collected(
         raise RuntimeError("a read failed")
     decode.transport.release(handle)
     arrived = time.perf_counter()
-    decode.runner.unpack(common.table, first, count, decode.ring.view(buffer)[:size])
-    return {"read_s": arrived - began, "unpack_s": time.perf_counter() - arrived}
+    payload = decode.ring.view(buffer)[:size]
+    decode.runner.unpack(common.table, first, count, payload)
+    unpacked = time.perf_counter()
+    hashes = decode.ring.memory.leaf_hashes(payload, _POINTS)
+    return {"read_s": arrived - began, "unpack_s": unpacked - arrived, "hashes": hashes.hex()}
 
 
 def _decoded(decode: Side, common: Setting, token: int, position: int) -> list[int]:

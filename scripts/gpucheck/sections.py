@@ -122,7 +122,7 @@ SECTIONS = (
         "prefill and decode in two processes over NIXL: tokens and bytes a second",
         expected_s=100,
         limit_s=150,
-        parts=("host",),
+        parts=("host", "device"),
     ),
     Section(
         "parity",

@@ -20,10 +20,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.engine.attention.triton import copies, decode, prefill, shapes
+from baton.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLOAT32 = {"tops", "totals", "outputs"}
+_INT64 = {"row_powers", "lane_powers", "found"}
 _OF_MODEL = {
     "query",
     "keys",
@@ -41,6 +42,8 @@ def _type(name: str, dtype: str) -> str:
         return "*" + dtype
     if name in _FLOAT32:
         return "*fp32"
+    if name in _INT64:
+        return "*i64"
     if name == "scale":
         return "fp32"
     return "i32" if name == "count" or name.endswith("_stride") else "*i32"
@@ -119,6 +122,8 @@ def main(arguments: list[str]) -> None:
         }
         constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
         report[name] = compiled(kernel, dtype, constants, capability, shape.warps, shape.stages)
+    words = {"LANES": leaf_hash._LANES, "ROWS": leaf_hash._ROWS}
+    report["leaf hash"] = compiled(leaf_hash._leaves, dtype, words, capability, leaf_hash._WARPS, 3)
     print(json.dumps(report))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 
-def _reason_against_cpu() -> str:
+def reason_against_interpreter() -> str:
     if torch.cuda.is_available():
         return "kernels are compiled"
     if importlib.util.find_spec("triton") and version("triton").startswith(("3.5.", "3.6.")):
@@ -30,5 +30,8 @@ CUDA = pytest.param(
 )
 
 INTERPRETER = pytest.param(
-    "cpu", marks=pytest.mark.skipif(bool(_reason_against_cpu()), reason=_reason_against_cpu())
+    "cpu",
+    marks=pytest.mark.skipif(
+        bool(reason_against_interpreter()), reason=reason_against_interpreter()
+    ),
 )

@@ -13,7 +13,7 @@ from baton.core.errors import Internal, InvalidArgument
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
-from baton.transfer.staging import StagingPool
+from baton.transfer.staging import HostMemory, StagingPool
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
 from tests.engine.local_ranks import LocalRanks
@@ -98,7 +98,9 @@ def test_ranks_pack_where_a_payload_lies(saved: Callable[[str], Path], ranked: O
     (prompt,), table, there = random_prompts((40,), VOCAB), ((0, 3),), ((7, 3),)
     fill(runner, prompt, table)
     wanted = packed(runner, table, 5, 30)
-    runner.share(ring.fd, ring.base_address, ring.num_bytes)
+    memory = ring.memory
+    assert isinstance(memory, HostMemory)
+    runner.share(memory.fd, memory.address, memory.num_bytes)
     buffer = ring.view(1)[100 : 100 + len(wanted)]
     runner.pack(table, 5, 30, buffer)
     assert buffer == wanted

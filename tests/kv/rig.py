@@ -17,6 +17,7 @@ import grpc
 from baton.core.handover.table import LIMITS, State, StateLimit
 from baton.core.request.attempt import ChoiceTokens, SequenceKey
 from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.scheduler.plan import KvPayload, StagingMemory
 from baton.rpc.channels import INTERNAL_CLIENT
 from baton.rpc.errors import ErrorInterceptor
 from baton.rpc.server import INTERNAL_SERVER
@@ -61,14 +62,16 @@ class Pool:
     async def reserve(self) -> int | None:
         return self.cached
 
-    async def unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+    async def unpack(self, first_position: int, count: int, payload: Any) -> None:
         self.unpacking += 1
         try:
             await self.may_unpack.wait()
             size = LAYOUT.bytes_per_position
-            assert len(payload) == count * size
+            # A tensor where the buffers stand for a device's.
+            found = bytes(payload if isinstance(payload, memoryview) else payload.numpy())
+            assert len(found) == count * size
             for i in range(count):
-                self.kv[first_position + i] = bytes(payload[i * size : (i + 1) * size])
+                self.kv[first_position + i] = found[i * size : (i + 1) * size]
         finally:
             self.unpacking -= 1
 
@@ -129,11 +132,11 @@ class Rig:
     ) -> PendingTransfer:
         handover_id = handover_id or secrets.token_bytes(16)
 
-        async def pack(first_position: int, count: int, out: memoryview) -> None:
+        async def pack(first_position: int, count: int, out: KvPayload) -> None:
             await self.may_pack.wait()
-            out[:] = b"".join(
-                kv_of(handover_id, p) for p in range(first_position, first_position + count)
-            )
+            positions = range(first_position, first_position + count)
+            kv = b"".join(kv_of(handover_id, position) for position in positions)
+            self.given.ring.memory.write(out, kv)
 
         return self.sender.offer(
             handover_id,
@@ -197,7 +200,8 @@ async def rig(
     sender_buffer_bytes: int = BUFFER_BYTES,
     receiver_buffer_bytes: int = BUFFER_BYTES,
     receiver_layout: KvLayout = LAYOUT,
-    digest: str = "",
+    sender_memory: StagingMemory | None = None,
+    receiver_memory: StagingMemory | None = None,
     sender_ucx: Ucx | None = None,
     receiver_ucx: Ucx | None = None,
     liveness: Liveness = FAST,
@@ -215,6 +219,7 @@ async def rig(
         transport=transport,
         num_buffers=num_buffers,
         buffer_bytes=sender_buffer_bytes,
+        memory=sender_memory,
         ucx=sender_ucx,
         faults=sender_faults,
     )
@@ -223,10 +228,11 @@ async def rig(
         transport=transport,
         num_buffers=num_buffers,
         buffer_bytes=receiver_buffer_bytes,
+        memory=receiver_memory,
         ucx=receiver_ucx,
         faults=receiver_faults,
     )
-    sender = KvSender(giving, sender_layout, given, digest=digest, liveness=liveness, limits=limits)
+    sender = KvSender(giving, sender_layout, given, liveness=liveness, limits=limits)
     add_HandoverServicer_to_server(sender, server)
     await server.start()
     wires: list[Wire] = []

@@ -8,8 +8,8 @@ import secrets
 import pytest
 
 from baton.core.errors import Overloaded
-from baton.transfer.kv_chunk import BLAKE2B
 from baton.transfer.stream import Liveness
+from baton.transfer.ucx import KvNetwork, Ucx
 from tests.kv.rig import (
     BUFFER_BYTES,
     LAYOUT,
@@ -161,8 +161,9 @@ async def test_buffers_may_differ_in_size(sender_buffer: int, receiver_buffer: i
         assert pool.kv == expected(offer.handover_id, 100)
 
 
-async def test_kv_chunks_may_be_sealed_with_blake2b() -> None:
-    async with rig(digest=BLAKE2B) as world:
+async def test_kv_chunks_are_sealed_against_changes_on_an_isolated_network() -> None:
+    ucx = Ucx(KvNetwork.ISOLATED)
+    async with rig(sender_ucx=ucx, receiver_ucx=ucx) as world:
         offer, pool = world.offer(40), Pool()
         world.compute(offer)
         await world.collect(offer, pool)

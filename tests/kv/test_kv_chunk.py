@@ -12,21 +12,25 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.handover.leaf_hash import points_of
 from baton.core.handover.table import KvChunkRange
 from baton.core.request.model import KvLayout
 from baton.transfer.kv_chunk import (
-    BLAKE2B,
     DIGESTS,
     HEADER_BYTES,
+    POLY,
     XXH3,
     Sealer,
     layout_fingerprint,
     positions_per_kv_chunk,
 )
+from baton.transfer.leaf_hash import leaf_hashes
+from baton.transfer.staging import HostMemory
 from baton.v1 import handover_pb2 as pb
 
 LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
 ID, INSTANCE_ID = bytes(range(16)), "0123456789abcdef" * 2
+MEMORY = HostMemory(4096)
 RUN = KvChunkRange(3, 40, 5)
 FIELDS = [name for name in pb.KvChunkHeader.DESCRIPTOR.fields_by_name if name != "digest"]
 
@@ -34,7 +38,7 @@ FIELDS = [name for name in pb.KvChunkHeader.DESCRIPTOR.fields_by_name if name !=
 def sealed(
     digest: str = XXH3, handover_id: bytes = ID
 ) -> tuple[Sealer, pb.KvChunkHeader, bytearray]:
-    sealer = Sealer(handover_id, INSTANCE_ID, LAYOUT, digest)
+    sealer = Sealer(handover_id, INSTANCE_ID, LAYOUT, MEMORY, digest)
     header = sealer.header(RUN)
     buffer = bytearray(4096)
     payload = hashlib.shake_128(b"payload").digest(header.payload_bytes)
@@ -100,7 +104,10 @@ def test_another_secret_seals_differently(digest: str) -> None:
 def test_the_digest_cannot_be_made_without_the_secret() -> None:
     keyless: dict[str, Callable[[bytes], Any]] = {
         XXH3: xxhash.xxh3_128,
-        BLAKE2B: lambda content: hashlib.blake2b(content, digest_size=16),
+        POLY: lambda content: hashlib.blake2b(
+            content[:112] + leaf_hashes(memoryview(content)[112:], points_of(bytes(16))),
+            digest_size=16,
+        ),
     }
     for digest in DIGESTS:
         _, header, buffer = sealed(digest)
@@ -110,7 +117,7 @@ def test_the_digest_cannot_be_made_without_the_secret() -> None:
 
 def test_the_kind_of_digest_is_bound() -> None:
     _, header, buffer = sealed(XXH3)
-    other = Sealer(ID, INSTANCE_ID, LAYOUT, BLAKE2B)
+    other = Sealer(ID, INSTANCE_ID, LAYOUT, MEMORY, POLY)
     assert other.mismatch(header, memoryview(buffer)) == "header"
 
 
@@ -131,8 +138,8 @@ def test_another_layout_has_another_fingerprint(change: dict[str, object]) -> No
 
 
 def test_an_unknown_digest_is_refused() -> None:
-    with pytest.raises(ValueError, match="xxh3-128, blake2b"):
-        Sealer(ID, INSTANCE_ID, LAYOUT, "crc32")
+    with pytest.raises(ValueError, match="xxh3-128, poly61"):
+        Sealer(ID, INSTANCE_ID, LAYOUT, MEMORY, "crc32")
 
 
 @pytest.mark.parametrize(

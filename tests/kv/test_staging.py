@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from baton.core.errors import Overloaded
 from baton.transfer import staging
-from baton.transfer.staging import StagingBuffer, StagingPool
+from baton.transfer.staging import HostMemory, StagingBuffer, StagingPool
 from tests.depth import examples
 
 PEERS = ("a", "b", "c")
@@ -93,7 +93,8 @@ def test_views_are_disjoint_aligned_and_shared_with_the_file() -> None:
     assert buffer is not None
     assert ring.base_address % 4096 == 0
     buffer.view[:] = bytes([7]) * 8192
-    whole = os.pread(ring.fd, 3 * 8192, 0)
+    assert isinstance(ring.memory, HostMemory)
+    whole = os.pread(ring.memory.fd, 3 * 8192, 0)
     start = buffer.index * 8192
     assert whole[start : start + 8192] == bytes([7]) * 8192
     assert whole.count(7) == 8192

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.transfer.staging import KvTransport, ReadState, StagingPool, TransportError
+from baton.transfer.staging import HostMemory, KvTransport, ReadState, StagingPool, TransportError
 from baton.v1 import handover_pb2 as pb
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
@@ -175,11 +175,13 @@ def test_loopback_refuses_memory_that_is_not_the_rings() -> None:
         transport.add_peer("peer", metadata, other)
     unsealed = os.memfd_create("unsealed")
     os.ftruncate(unsealed, 8192)
-    original, theirs.fd = theirs.fd, unsealed
+    memory = theirs.memory
+    assert isinstance(memory, HostMemory)
+    original, memory.fd = memory.fd, unsealed
     with pytest.raises(TransportError, match="shrink"):
         transport.add_peer("peer", make("loopback", theirs, "").metadata(), theirs.describe())
     os.close(unsealed)
-    theirs.fd = original
+    memory.fd = original
     theirs.close()
     with pytest.raises(TransportError):
         transport.add_peer(

@@ -7,16 +7,26 @@ import os
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.kv_chunk import POLY, XXH3
 from baton.transfer.ucx import KvNetwork, Ucx, choose, disjoint, expand
 
 LOCAL, ISOLATED, TRUSTED = KvNetwork
 SHARED = {"posix", "sysv", "xpmem", "knem", "cma"}
 
-ON_THE_MACHINE = ["sm", "shm", "mm", "posix,self", "cma", "self", "sm,self,cuda_copy", "\\sysv"]
+ON_THE_MACHINE = [
+    "sm",
+    "shm",
+    "mm",
+    "posix,self",
+    "cma",
+    "self",
+    "sm,self,cuda_copy",
+    "cuda",
+    "\\sysv",
+]
 BEYOND = [
     "tcp", "tcp,self", "sm,tcp", "ib", "rc", "rc_x", "rc_verbs", "ud", "ud_mlx5:aux", "dc", "dc_x",
-    "srd", "gga", "cuda", "cuda_ipc", "ugni", "gaudi", "^sm", "^rc", "^tcp", "sm,self,all", "\\tcp",
+    "srd", "gga", "ugni", "gaudi", "^sm", "^rc", "^tcp", "sm,self,all", "\\tcp",
 ]  # fmt: skip
 
 
@@ -41,7 +51,7 @@ def test_what_leaves_the_machine_is_refused_unless_declared(names: str) -> None:
 @pytest.mark.parametrize("unset", [None, "", "all"])
 def test_an_environment_that_allows_everything_is_replaced(unset: str | None) -> None:
     local = expand(choose(LOCAL, inherited=unset).transports, "")
-    assert local == SHARED | {"self", "cuda_copy", "gdr_copy"}
+    assert local == SHARED | {"self", "cuda_copy", "cuda_ipc", "gdr_copy"}
     for network in (ISOLATED, TRUSTED):
         found = choose(network, inherited=unset).transports
         assert "all" not in found
@@ -74,10 +84,10 @@ def test_a_list_turned_round_is_the_rest() -> None:
 
 
 def test_seals_by_network() -> None:
-    assert [network.digest for network in KvNetwork] == [XXH3, BLAKE2B, XXH3]
-    assert XXH3 not in ISOLATED.accepts
+    assert [network.digests[0] for network in KvNetwork] == [XXH3, POLY, XXH3]
+    assert XXH3 not in ISOLATED.digests
     for network in KvNetwork:
-        assert network.digest in network.accepts and BLAKE2B in network.accepts
+        assert POLY in network.digests
 
 
 def test_what_two_have_in_common() -> None:
@@ -97,7 +107,7 @@ def test_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UCX_TLS", "UCX_NET_DEVICES", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL"):
         monkeypatch.setenv(name, "before")
     Ucx().apply()
-    assert os.environ["UCX_TLS"] == "self,sm,cuda_copy,gdr_copy"
+    assert os.environ["UCX_TLS"] == "self,sm,cuda"
     assert os.environ["UCX_NET_DEVICES"] == os.environ["UCX_LOG_LEVEL"] == "before"
     choose(TRUSTED, transports=("rc", "self"), devices=("mlx5_0:1", "mlx5_1:1")).apply()
     assert os.environ["UCX_TLS"] == "rc,self"

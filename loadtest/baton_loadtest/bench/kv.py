@@ -18,7 +18,7 @@ from baton.core.errors import InvalidArgument
 from baton.core.request.model import KvLayout
 from baton.engine.config import MIB
 from baton.transfer import nixl
-from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.kv_chunk import POLY, XXH3
 from baton.worker.options import WorkerOptions
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.kv_moves import NO_DIGEST, run_moves
@@ -104,7 +104,7 @@ def measure(args: argparse.Namespace) -> Report:
         results += _levels(transport, found)
         charts.append(_chart(transport, found))
     first, largest = args.transports[0], max(args.sizes)
-    digests = {digest: moves(first, digest, [largest]) for digest in (XXH3, BLAKE2B, NO_DIGEST)}
+    digests = {digest: moves(first, digest, [largest]) for digest in (XXH3, POLY, NO_DIGEST)}
     results += _digests(str(largest), digests)
     for chunk in args.chunks:
         job = {
@@ -159,7 +159,7 @@ def _speeds(
 def _digests(size: str, digests: dict[str, KvTimes]) -> list[Result]:
     none = digests[NO_DIGEST][size]
     results = []
-    for digest in (XXH3, BLAKE2B):
+    for digest in (XXH3, POLY):
         times = digests[digest][size]
         speed = 2 * times["bytes"] / (times["seal"] + times["verify"]) / 1e9
         results.append(Result(f"{digest}: seal and verify", speed, "GB/s"))

@@ -28,7 +28,14 @@ from baton.engine.thread import CopyThread
 from baton.rpc.channels import Channels
 from baton.rpc.loop import Loop
 from baton.rpc.server import ProcessServer, Service
-from baton.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, XXH3, Sealer, positions_per_kv_chunk
+from baton.transfer.kv_chunk import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    POLY,
+    XXH3,
+    Sealer,
+    positions_per_kv_chunk,
+)
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.nixl import NixlTransport
 from baton.transfer.peers import SenderConnection
@@ -36,7 +43,7 @@ from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferR
 from baton.transfer.sender import KvSender
 from baton.transfer.staging import ALIGNMENT, KvTransport, ReadState, StagingPool
 from baton.transfer.transports import Staging
-from baton.transfer.ucx import KvNetwork, choose, inherited
+from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from baton.v1 import handover_pb2, handover_pb2_grpc
 from baton_loadtest.child import answer, progress
 from baton_loadtest.launch import Peer, peer
@@ -149,6 +156,7 @@ async def open_staging(ends: AsyncExitStack, job: dict[str, Any], instance_id: s
         transport=job["transport"],
         num_buffers=job["num_buffers"],
         buffer_bytes=job["buffer_bytes"],
+        ucx=Ucx(KvNetwork.ISOLATED) if job["digest"] == POLY else None,
     )
     ends.push_async_callback(staging.close)
     return staging
@@ -236,7 +244,7 @@ class _Parts:
         self._source, self._extents = _kv_memory(layout, positions)
         self._target, _ = _kv_memory(layout, positions)
         self._ring = StagingPool(2, buffer_bytes)
-        self._sealer = Sealer(SECRET, "ab" * 16, layout, digest)
+        self._sealer = Sealer(SECRET, "ab" * 16, layout, self._ring.memory, digest)
 
     def spent(self, positions: int) -> dict[str, float]:
         """Returns the median seconds of each part over all KV chunks of so many positions."""
@@ -273,7 +281,7 @@ class _Buffers:
     ) -> None:
         self._staging, self._layout, self._sender = staging, layout, sender
         self._peer = instance_id
-        self._sealer = Sealer(SECRET, instance_id, layout, digest)
+        self._sealer = Sealer(SECRET, instance_id, layout, staging.ring.memory, digest)
         self._headers: list[handover_pb2.KvChunkHeader] = []
         (self._reader,) = staging.readers.values()
 
@@ -457,7 +465,7 @@ class _Sending:
         staging = await open_staging(self._ends, job, me.instance_id)
         self._copies = CopyThread()
         self._ends.callback(self._copies.close)
-        self._sender = KvSender(me, layout, staging, digest=self._digest)
+        self._sender = KvSender(me, layout, staging)
         self._ends.push_async_callback(self._sender.close)
         await add_sender(self._ends, me, self._sender)
         size, buffer_bytes = positions * layout.bytes_per_position, job["buffer_bytes"]
@@ -476,7 +484,8 @@ class _Sending:
 
     def _seal(self, positions: int) -> dict[str, Any]:
         ring = self._kv_chunks.ring
-        sealer = Sealer(SECRET, self._kv_chunks.instance_id, self._layout, self._digest)
+        me = self._kv_chunks.instance_id
+        sealer = Sealer(SECRET, me, self._layout, ring.memory, self._digest)
         chunks = _chunks(positions, ring.buffer_bytes, self._layout)
         headers = [sealer.header(run) for run in chunks]
         for header in headers:

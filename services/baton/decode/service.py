@@ -25,7 +25,7 @@ from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Sequen
 from baton.core.routing.load import WorkerState
 from baton.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import CompiledGrammar
+from baton.core.scheduler.plan import CompiledGrammar, KvPayload
 from baton.decode.sessions import RouterSession
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -349,7 +349,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                     return position
                 await asyncio.sleep(ROOM_POLL_S)
 
-        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
+        async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
             # The reserved blocks do not move, and belong to this attempt until the receiver ends.
             await self._engine.copy(
                 lambda runner: runner.unpack(extents, first_position, count, payload)
@@ -420,7 +420,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         """
         key = held.key
 
-        async def pack(first_position: int, count: int, out: memoryview) -> None:
+        async def pack(first_position: int, count: int, out: KvPayload) -> None:
             await self._engine.call_to_end(
                 lambda loop: loop.runner.pack(
                     loop.scheduler.held_extents(key), first_position, count, out

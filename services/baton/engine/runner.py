@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn import functional
 
 from baton.core.errors import Internal
+from baton.core.handover.leaf_hash import WORD_BYTES
 from baton.core.kvcache.block_pool import Extents, blocks_for
 from baton.core.request.model import ModelDescription
-from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
 from baton.engine import selfcheck
 from baton.engine.attention.backends import open_backend
 from baton.engine.attention.interface import Backend, ForwardPass
@@ -28,6 +29,7 @@ from baton.engine.fused.recipe import NotCovered, read_recipe
 from baton.engine.graphs import DecodeGraphs, cuda_recorder
 from baton.engine.kv.cache import KvMemory, is_lossless
 from baton.engine.kv.extents import Moved, check_plan
+from baton.engine.kv.staging import DeviceStaging
 from baton.engine.kv.swap import SwapMemory
 from baton.engine.linear import loosen, swap
 from baton.engine.loader import (
@@ -162,17 +164,21 @@ class TorchRunner:
         step, moved = self._running.popleft()
         return moved.applied_to(step.result())
 
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        device = self.memory.device
+        # The device's digest is of whole words.
+        whole = self.layout.bytes_per_position % WORD_BYTES == 0
+        return DeviceStaging(device, num_bytes) if device.type == "cuda" and whole else None
+
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         return pin(address, num_bytes) if self.memory.device.type == "cuda" else lambda: None
 
     @torch.inference_mode()
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         self.memory.pack(extents, first_position, count, out)
 
     @torch.inference_mode()
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
         self.memory.unpack(extents, first_position, count, payload)
 
     def close(self) -> None:

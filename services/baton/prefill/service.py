@@ -24,7 +24,7 @@ from baton.core.request.attempt import Attempt, AttemptKey
 from baton.core.routing.load import WorkerState
 from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import CompiledGrammar
+from baton.core.scheduler.plan import CompiledGrammar, KvPayload
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
 from baton.rpc import tracing
@@ -252,7 +252,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
     def _offer(self, running: PrefillAttempt, handover_id: bytes, decode_instance_id: str) -> None:
         attempt = running.attempt
 
-        async def pack(first_position: int, count: int, out: memoryview) -> None:
+        async def pack(first_position: int, count: int, out: KvPayload) -> None:
             if running.over:
                 raise Cancelled("cancelled")
             running.packing = True

@@ -26,11 +26,14 @@ from baton.core.scheduler.plan import (
     PENDING,
     BlockSwap,
     Chunk,
+    KvPayload,
     SampledToken,
     SampleRow,
     ScoredTokens,
+    StagingMemory,
     StepPlan,
     StepResult,
+    in_host,
 )
 from baton.engine.kv.extents import Moved, check_extents, check_plan, owners, spans
 
@@ -213,25 +216,26 @@ class FakeRunner:
             self._run_oldest()
         return self._done.popleft()
 
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        return None
+
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         return lambda: None
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         self._check_payload(extents, first_position, count, out)
-        out.cast("B")[:] = self._memory.read(extents, first_position, count)
+        in_host(out).cast("B")[:] = self._memory.read(extents, first_position, count)
 
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
         self._check_payload(extents, first_position, count, payload)
-        self._memory.write(extents, first_position, count, payload.cast("B"))
+        self._memory.write(extents, first_position, count, in_host(payload).cast("B"))
 
     def close(self) -> None:
         self._waiting.clear()
         self._done.clear()
 
     def _check_payload(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
+        self, extents: Extents, first_position: int, count: int, payload: KvPayload
     ) -> None:
         check_extents(extents, first_position + count, self._num_blocks, self._block_size)
         if payload.nbytes != count * self._layout.bytes_per_position:

@@ -37,6 +37,7 @@ from enum import Enum
 from typing import Any
 
 from baton.core.errors import InvalidArgument
+from baton.core.scheduler.plan import KvPayload
 from baton.transfer.kv_chunk import HEADER_BYTES
 from baton.transfer.staging import Faults, In, KvTransport, Out, ReadState
 from baton.v1 import handover_pb2 as pb
@@ -305,17 +306,16 @@ class Damage:
         self._kv_chunks: deque[bytes] = deque(maxlen=KEPT)
         self._headers: deque[pb.KvChunkHeader] = deque(maxlen=KEPT)
 
-    def keep(self, kv_chunk: memoryview) -> None:
-        self._kv_chunks.append(bytes(kv_chunk))
+    def keep(self, kv_chunk: KvPayload) -> None:
+        self._kv_chunks.append(bytes(_bytes_of(kv_chunk)))
 
     def keep_header(self, header: pb.KvChunkHeader) -> None:
         self._headers.append(header)
 
-    def in_buffer(
-        self, kind: FaultKind, part: str, kv_chunk: memoryview, draw: random.Random
-    ) -> bool:
-        """Damages a chunk in place. Returns whether anything changed. kv_chunk: header and payload
-        as they lie in a buffer."""
+    def in_buffer(self, kind: FaultKind, part: str, buffer: KvPayload, draw: random.Random) -> bool:
+        """Damages a chunk in place. Returns whether anything changed. buffer: header and payload as
+        they lie there."""
+        kv_chunk = _bytes_of(buffer)
         before = bytes(kv_chunk)
         match kind:
             case FaultKind.CORRUPT:
@@ -353,6 +353,14 @@ class Damage:
             case FaultKind.LENGTH:
                 changed.payload_bytes = draw.randrange(1, header.payload_bytes)
         return changed
+
+
+def _bytes_of(buffer: KvPayload) -> memoryview:
+    """To read and write. Memory that stands for a device's is a tensor of the host."""
+    if isinstance(buffer, memoryview):
+        return buffer
+    tensor: Any = buffer
+    return memoryview(tensor.numpy())
 
 
 def _part(part: str, kv_chunk: memoryview) -> slice:
@@ -412,7 +420,7 @@ class FaultInjector(Faults):
                 os.getpid(), signal.SIGSTOP if rule.kind is FaultKind.FREEZE else signal.SIGKILL
             )
 
-    async def at(self, point: str, kv_chunk: memoryview | None = None) -> None:
+    async def at(self, point: str, kv_chunk: KvPayload | None = None) -> None:
         for rule, draw in self.due(point):
             self.stop_here(rule)
             if rule.kind is FaultKind.DELAY:

@@ -1,7 +1,8 @@
 """A KV chunk's fixed binary form, its seal and its verification.
 
-A KV chunk lies in a buffer as a 128-byte header followed by the payload. The header is
-little-endian:
+A KV chunk lies in a buffer as a 128-byte header followed by the payload. The header also travels on
+the Collect stream, from which alone it is taken where a buffer is in a device's memory: there the
+first 128 bytes are zero. It is little-endian:
 
     magic 4s | wire version u16 | digest kind u16 | instance id 16s | hand-over 16s | index u32
     | first position u32 | positions u32 | first layer u32 | layers u32 | first head u32 | heads u32
@@ -10,8 +11,10 @@ little-endian:
 `layout` is a digest of the KvLayout that both sides found equal when they met, so that bytes of
 another model never verify. The digest covers bytes 0-111 and the payload. Its kinds:
 - xxh3-128, seeded from the hand-over's id, which only the two sides and the router know: finds
-  accidents (stale, swapped, torn, foreign KV chunks) at memory speed, on a network that is trusted;
-- blake2b, keyed with the same secret: also finds deliberate changes on a network that is not.
+  accidents (stale, swapped, torn, foreign KV chunks) at memory speed, in memory of the host and on
+  a network that is trusted;
+- poly61, BLAKE2b over the header and the payload's hashes of `baton.core.handover.leaf_hash`, both
+  keyed with the same secret: also finds deliberate changes, and a GPU computes it.
 """
 
 from __future__ import annotations
@@ -22,29 +25,34 @@ import hmac
 import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import xxhash
 
 from baton.core.errors import InvalidArgument
+from baton.core.handover.leaf_hash import points_of
 from baton.core.handover.table import KvChunkRange
 from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import KvPayload, StagingMemory, in_host
 from baton.v1 import handover_pb2 as pb
 
 HEADER_BYTES = 128
 DIGEST_BYTES = 16
-XXH3, BLAKE2B = "xxh3-128", "blake2b"
-DIGESTS = (XXH3, BLAKE2B)
+XXH3, POLY = "xxh3-128", "poly61"
+DIGESTS = (XXH3, POLY)
 
-Pack = Callable[[int, int, memoryview], Awaitable[None]]
+Pack = Callable[[int, int, Any], Awaitable[None]]
 """pack(first_position, count, out): writes KV of these positions into `out` in the wire layout.
+
+out: a KvPayload. (Any, because whoever packs knows which memory it is.)
 
 It is never cancelled; when it returns or raises, it touches `out` no more.
 """
 
-Unpack = Callable[[int, int, memoryview], Awaitable[None]]
+Unpack = Callable[[int, int, Any], Awaitable[None]]
 """unpack(first_position, count, payload): copies verified KV into the reserved blocks. Called for
 one KV chunk after the other, in position order. It is never cancelled; when it returns or raises,
-it reads `payload` no more."""
+it reads `payload`, a KvPayload, no more."""
 
 PROBE_S = 8.0
 """Longer than a read may take, so that a read that hangs is reported as one."""
@@ -63,19 +71,22 @@ class Sealer:
         handover_id: bytes,
         instance_id: str,
         layout: KvLayout,
+        memory: StagingMemory,
         digest: str = XXH3,
         *,
         wire_version: int = 0,
     ) -> None:
-        """handover_id: 16 bytes, the secret. instance_id: the sender's. digest: one of DIGESTS.
-        wire_version: which both sides speak; 0: the layout's newest."""
+        """handover_id: 16 bytes, the secret. instance_id: the sender's. memory: that buffers lie
+        in, on this side. digest: one of DIGESTS. wire_version: which both sides speak; 0: the
+        layout's newest."""
         if digest not in DIGESTS:
             raise ValueError(f"digest must be one of {', '.join(DIGESTS)}")
-        self._handover_id, self._instance_id = handover_id, instance_id
+        self._handover_id, self._instance_id, self._memory = handover_id, instance_id, memory
         self._layout, self._fingerprint, self._digest = layout, layout_fingerprint(layout), digest
         self._wire_version = wire_version or layout.max_wire_version
         self._key = hashlib.blake2b(handover_id, digest_size=32, person=b"baton parcel").digest()
         self._seed = int.from_bytes(self._key[:8], "little")
+        self._points = points_of(handover_id)
 
     def header(self, chunk: KvChunkRange) -> pb.KvChunkHeader:
         """The header of a KV chunk of this hand-over, all layers and heads, not sealed yet."""
@@ -102,26 +113,33 @@ class Sealer:
 
     def is_slow(self, header: pb.KvChunkHeader) -> bool:
         """Whether a digest takes long enough (about half a millisecond) to leave the event loop."""
-        return header.payload_bytes > (4 << 20 if self._digest == XXH3 else 256 << 10)
+        if not self._memory.in_host:
+            return True
+        return header.payload_bytes > (4 << 20 if self._digest == XXH3 else 512 << 10)
 
-    def seal(self, header: pb.KvChunkHeader, buffer: memoryview) -> None:
-        """Writes the header in front of the payload that lies in `buffer`, and sets its digest."""
-        end = HEADER_BYTES + header.payload_bytes
-        buffer[:_SEALED_BYTES] = self._sealed_fields(header)
-        header.digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
-        buffer[_SEALED_BYTES:HEADER_BYTES] = header.digest
+    def seal(self, header: pb.KvChunkHeader, buffer: KvPayload) -> None:
+        """Sets the digest of the header and of the payload that lies in `buffer`, and in memory of
+        the host writes the header in front of it."""
+        fields = self._sealed_fields(header)
+        header.digest = self._digest_of(fields, header, buffer)
+        if self._memory.in_host:
+            in_host(buffer)[:HEADER_BYTES] = fields + header.digest
 
-    def mismatch(self, header: pb.KvChunkHeader, buffer: memoryview) -> str:
+    def mismatch(self, header: pb.KvChunkHeader, buffer: KvPayload) -> str:
         """What is wrong with the KV chunk in `buffer`, of which `header` is expected; "" when
         nothing.
 
         "header": another KV chunk lies there. "digest": its bytes are not those that were sealed.
         """
-        expected = self._sealed_fields(header) + header.digest
-        if not hmac.compare_digest(bytes(buffer[:HEADER_BYTES]), expected):
-            return "header"
-        end = HEADER_BYTES + header.payload_bytes
-        digest = self._digest_of(buffer[:_SEALED_BYTES], buffer[HEADER_BYTES:end])
+        fields = self._sealed_fields(header)
+        if self._memory.in_host:
+            found = bytes(in_host(buffer)[:HEADER_BYTES])
+            # A sender whose buffers are in a device's memory writes none; the digest covers it.
+            if found != bytes(HEADER_BYTES) and not hmac.compare_digest(
+                found, fields + header.digest
+            ):
+                return "header"
+        digest = self._digest_of(fields, header, buffer)
         return "" if hmac.compare_digest(digest, header.digest) else "digest"
 
     def _sealed_fields(self, header: pb.KvChunkHeader) -> bytes:
@@ -143,13 +161,14 @@ class Sealer:
         )
         return fields.ljust(_SEALED_BYTES, b"\0")
 
-    def _digest_of(self, fields: memoryview, payload: memoryview) -> bytes:
+    def _digest_of(self, fields: bytes, header: pb.KvChunkHeader, buffer: KvPayload) -> bytes:
+        payload = buffer[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         if self._digest == XXH3:
             fast = xxhash.xxh3_128(fields, seed=self._seed)
-            fast.update(payload)
+            fast.update(in_host(payload))
             return fast.digest()
         keyed = hashlib.blake2b(fields, key=self._key, digest_size=DIGEST_BYTES)
-        keyed.update(payload)
+        keyed.update(self._memory.leaf_hashes(payload, self._points))
         return keyed.digest()
 
 
@@ -194,12 +213,12 @@ def made_up(handover_id: bytes, first_position: int, num_bytes: int) -> bytes:
     return hashlib.shake_128(handover_id + first_position.to_bytes(4, "little")).digest(num_bytes)
 
 
-def pack_made_up(handover_id: bytes) -> Pack:
-    """What a sender packs for a probe."""
+def pack_made_up(handover_id: bytes, memory: StagingMemory) -> Pack:
+    """What a sender packs for a probe into a buffer of this memory."""
 
-    async def pack(first_position: int, count: int, out: memoryview) -> None:
+    async def pack(first_position: int, count: int, out: KvPayload) -> None:
         # A whole buffer of it takes longer than the event loop may stand still.
-        make = partial(made_up, handover_id, first_position, len(out))
-        out[:] = await asyncio.to_thread(make) if len(out) > PROBE_BYTES else make()
+        make = partial(made_up, handover_id, first_position, out.nbytes)
+        memory.write(out, await asyncio.to_thread(make) if out.nbytes > PROBE_BYTES else make())
 
     return pack

@@ -16,7 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.transfer.staging import ReadState, StagingPool, TransportError, check_range
+from baton.transfer.staging import (
+    HostMemory,
+    ReadState,
+    StagingPool,
+    TransportError,
+    check_range,
+)
 from baton.v1 import handover_pb2 as pb
 
 _METADATA = struct.Struct("<36sQQQQ")
@@ -29,12 +35,15 @@ class LoopbackTransport:
     name = "loopback"
 
     def __init__(self, ring: StagingPool) -> None:
-        self._ring = ring
+        """Raises TransportError for buffers that are not in the host's memory."""
+        if not isinstance(ring.memory, HostMemory):
+            raise TransportError("loopback needs buffers in the host's memory")
+        self._ring, self._fd = ring, ring.memory.fd
         self._peers: dict[str, tuple[pb.StagingPoolDescription, mmap.mmap]] = {}
 
     def metadata(self) -> bytes:
-        file = os.fstat(self._ring.fd)
-        return _METADATA.pack(*_machine(), os.getpid(), self._ring.fd, file.st_ino)
+        file = os.fstat(self._fd)
+        return _METADATA.pack(*_machine(), os.getpid(), self._fd, file.st_ino)
 
     def add_peer(self, peer: str, metadata: bytes, ring: pb.StagingPoolDescription) -> None:
         try:

@@ -70,9 +70,9 @@ class NixlTransport:
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             self._agent: Any = self._nixl.nixlAgent(instance_id, config)
             self._agent.createBackend("UCX", {"ucx_error_handling_mode": ucx.error_handling})
-            size = ring.num_buffers * ring.buffer_bytes
+            size, memory = ring.num_buffers * ring.buffer_bytes, ring.memory
             self._region: Any = self._nixl.nixlRegDList(
-                self._nixl.DRAM_SEG, [(ring.base_address, size, 0, "")]
+                self._segment(memory.kind), [(memory.address, size, memory.device_id, "")]
             )
             self._agent.registerMem(self._region, [])
         except Exception as error:
@@ -151,9 +151,13 @@ class NixlTransport:
             read.state = ReadState.FAILED
 
     def _descriptor(self, ring: pb.StagingPoolDescription, buffer: int, num_bytes: int) -> Any:
-        kind = self._nixl.VRAM_SEG if ring.memory_kind == "VRAM" else self._nixl.DRAM_SEG
         address = ring.base_address + buffer * ring.buffer_bytes
-        return self._nixl.nixlXferDList(kind, [(address, num_bytes, ring.device_id)])
+        return self._nixl.nixlXferDList(
+            self._segment(ring.memory_kind), [(address, num_bytes, ring.device_id)]
+        )
+
+    def _segment(self, kind: str) -> Any:
+        return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
 
     def _disconnect(self, name: str) -> None:
         try:

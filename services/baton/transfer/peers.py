@@ -27,11 +27,10 @@ from baton.core.routing.failures import SteadyVerdict
 from baton.rpc.calls import abandon
 from baton.rpc.convert import identity_to_proto, layout_from_proto, layout_to_proto
 from baton.rpc.errors import from_rpc_error
-from baton.transfer.kv_chunk import DIGESTS
 from baton.transfer.staging import TransportError
 from baton.transfer.stats import HandoverStats
 from baton.transfer.stream import FAREWELL_S
-from baton.transfer.transports import Staging, TransferReader
+from baton.transfer.transports import Staging, TransferReader, digests_differ
 from baton.v1 import handover_pb2 as pb
 from baton.v1 import handover_pb2_grpc
 
@@ -295,6 +294,7 @@ class Peers:
             sender_instance_id=sender_instance_id,
             kv_network=self._staging.ucx.network.value,
             ucx_transports=self._staging.ucx.transports,
+            digests=self._staging.digests,
         )
 
     async def _check_alive(self, peer: Peer) -> None:
@@ -353,16 +353,10 @@ class Peers:
         if handshake.sender.instance_id != sender.instance_id:
             raise Unavailable("this address now belongs to another process")
         misfit = difference(layout, (handshake.transport,), self._layout, self._staging.names)
-        if not misfit and handshake.digest not in DIGESTS:
-            misfit = f"digest: {handshake.digest or 'none'} against {', '.join(DIGESTS)}"
+        if not misfit and handshake.digest not in self._staging.digests:
+            misfit = digests_differ(handshake.digest, self._staging)
         if misfit:
             raise refusal(sender, self._identity, misfit)
-        network = self._staging.ucx.network
-        if handshake.digest not in network.accepts:
-            raise Incompatible(
-                f"the sender seals KV chunks with {handshake.digest}, for accidents only, and "
-                f"kv_network is {network.value} here: declare the same on both"
-            )
         return layout
 
     async def _reach(

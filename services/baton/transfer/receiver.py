@@ -41,6 +41,7 @@ from baton.core.handover.table import (
 )
 from baton.core.request.attempt import ChoiceTokens
 from baton.core.request.model import KvLayout, WorkerIdentity
+from baton.core.scheduler.plan import KvPayload
 from baton.rpc.convert import (
     choice_tokens_from_proto,
     error_from_proto,
@@ -146,6 +147,7 @@ class IncomingTransfer:
             request.handover_id,
             request.sender.instance_id,
             receiver.layout,
+            self.ring.memory,
             peer.handshake.digest,
             wire_version=self._wire_version,
         )
@@ -223,6 +225,7 @@ class IncomingTransfer:
             max_kv_chunk_bytes=self.ring.buffer_bytes,
             probe_positions=self.request.num_positions if self.request.is_probe else 0,
             wire_version=self._wire_version,
+            digest=self._peer.handshake.digest,
         )
         await self._stream.send(pb.CollectRequest(open=opening))
         self._opened_at = now()
@@ -515,8 +518,9 @@ class KvReceiver:
         async def reserve() -> int | None:
             return 0
 
-        async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            if payload != made_up(handover_id, first_position, len(payload)):
+        async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
+            expected = made_up(handover_id, first_position, payload.nbytes)
+            if self.staging.ring.memory.read(payload) != expected:
                 stats.mismatches["payload"] += 1
                 raise HandoverFailed("a probe brought other bytes than were sent")
 

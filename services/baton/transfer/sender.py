@@ -54,6 +54,7 @@ from baton.rpc.convert import (
 from baton.transfer.kv_chunk import (
     HEADER_BYTES,
     PROBE_S,
+    XXH3,
     Pack,
     Sealer,
     check_buffer_bytes,
@@ -75,7 +76,7 @@ from baton.transfer.stream import (
     race,
     to_end,
 )
-from baton.transfer.transports import Staging
+from baton.transfer.transports import Staging, digests_differ
 from baton.v1 import handover_pb2 as pb
 from baton.v1 import handover_pb2_grpc
 
@@ -251,7 +252,8 @@ class OutgoingTransfer:
             offer.handover_id,
             self._sender.identity.instance_id,
             self._sender.layout,
-            self._sender.digest,
+            self._sender.staging.ring.memory,
+            opening.digest or XXH3,
             wire_version=opening.wire_version or 1,
         )
         self._timeout = StateTimeout(self._sender.limits, lambda: offer.side.state)
@@ -357,16 +359,13 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         layout: KvLayout,
         staging: Staging,
         *,
-        digest: str = "",
         liveness: Liveness | None = None,
         limits: Mapping[State, StateLimit] = LIMITS,
         stats: HandoverStats | None = None,
     ) -> None:
-        """digest: how KV chunks are sealed, "xxh3-128" or "blake2b"; "": as the staging's network
-        wants it. Raises InvalidArgument for buffers that hold no position."""
+        """Raises InvalidArgument for buffers that hold no position."""
         check_buffer_bytes(staging.ring.buffer_bytes, layout)
         self.identity, self.layout, self.staging = identity, layout, staging
-        self.digest = digest or staging.ucx.network.digest
         self.liveness, self.limits = liveness or Liveness(), limits
         self.stats = stats or HandoverStats()
         self._offers: dict[bytes, PendingTransfer] = {}
@@ -448,6 +447,10 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         if not request.transports:
             raise InvalidArgument("must not be empty", field="transports")
         misfit = difference(self.layout, self.staging.names, theirs, tuple(request.transports))
+        accepted = tuple(request.digests) or (XXH3,)
+        digest = next((each for each in self.staging.digests if each in accepted), "")
+        if not misfit and not digest:
+            misfit = digests_differ(", ".join(accepted), self.staging)
         if misfit:
             error = refusal(self.identity, receiver, misfit)
             log.warning("%s", error.message)
@@ -459,7 +462,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             transport=name,
             transport_metadata=self.staging.readers[name].metadata,
             ring=self.staging.ring.describe(),
-            digest=self.digest,
+            digest=digest,
             kv_network=self.staging.ucx.network.value,
             ucx_transports=self.staging.ucx.transports,
         )
@@ -528,6 +531,8 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         version = opening.wire_version or 1
         if not oldest <= version <= newest:
             raise Incompatible(f"this worker speaks wire versions {oldest}-{newest}, not {version}")
+        if (opening.digest or XXH3) not in self.staging.digests:
+            raise Incompatible(digests_differ(opening.digest, self.staging))
         buffer_bytes = min(self.staging.ring.buffer_bytes, opening.max_kv_chunk_bytes)
         per_kv_chunk = positions_per_kv_chunk(buffer_bytes, self.layout)
         if opening.probe_positions:
@@ -551,7 +556,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             opening.handover_id,
             opening.receiver.instance_id,
             opening.probe_positions,
-            pack_made_up(opening.handover_id),
+            pack_made_up(opening.handover_id, self.staging.ring.memory),
             deadline_s=PROBE_S,
             is_probe=True,
         )

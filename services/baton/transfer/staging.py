@@ -21,10 +21,13 @@ import os
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from baton.core.errors import Overloaded
+from baton.core.handover.leaf_hash import Points
 from baton.core.handover.table import BufferEvent, BufferState, follow_buffer
+from baton.core.scheduler.plan import KvPayload, StagingMemory, in_host
+from baton.transfer.leaf_hash import leaf_hashes
 from baton.v1 import handover_pb2 as pb
 
 ALIGNMENT = 4096
@@ -40,12 +43,12 @@ class StagingBuffer:
 
     __slots__ = ("_ring", "_state", "index", "peer", "view")
 
-    def __init__(self, ring: StagingPool, index: int, peer: str, view: memoryview) -> None:
+    def __init__(self, ring: StagingPool, index: int, peer: str, view: Any) -> None:
         self._ring = ring
         self._state = follow_buffer(BufferState.FREE, BufferEvent.TAKE)
         self.index, self.peer = index, peer
         self.view = view
-        """The buffer's memory, buffer_bytes long."""
+        """The buffer's memory, buffer_bytes long: a KvPayload."""
 
     def release(self) -> None:
         self._move(BufferEvent.RELEASE)
@@ -62,31 +65,62 @@ class StagingBuffer:
         self._ring._moved(self, before, self._state)
 
 
-class StagingPool:
-    """num_buffers buffers of buffer_bytes each, in one page-aligned memory. Used on the event loop
-    only.
+class HostMemory:
+    """See `baton.core.scheduler.plan.StagingMemory`.
 
-    The memory is an anonymous file (memfd) that cannot shrink: processes of the same machine may
-    map it, and it is gone when the last of them is, however that one ended.
-    No peer holds more than `share` buffers, so a slow one leaves room for the others.
+    An anonymous file (memfd) that cannot shrink: processes of the same machine may map it, and it
+    is gone when the last of them is, however that one ended.
     """
 
-    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+    in_host, kind, device_id = True, "DRAM", 0
+
+    def __init__(self, num_bytes: int) -> None:
+        self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, num_bytes)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self.fd, num_bytes)
+        self.num_bytes = num_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def part(self, start: int, num_bytes: int) -> memoryview:
+        return memoryview(self._memory)[start : start + num_bytes]
+
+    def read(self, part: KvPayload) -> bytes:
+        return bytes(in_host(part))
+
+    def write(self, part: KvPayload, data: bytes) -> None:
+        in_host(part)[:] = data
+
+    def leaf_hashes(self, part: KvPayload, points: Points) -> bytes:
+        return leaf_hashes(in_host(part), points)
+
+    def close(self) -> None:
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        # The mapping goes with the last view of it, which may still be held.
+        del self._memory
+
+
+class StagingPool:
+    """num_buffers buffers of buffer_bytes each, in one memory, the host's unless another is given.
+    Used on the event loop only. No peer holds more than `share` buffers, so a slow one leaves room
+    for the others.
+    """
+
+    def __init__(
+        self, num_buffers: int, buffer_bytes: int, memory: StagingMemory | None = None
+    ) -> None:
+        """memory: num_buffers * buffer_bytes bytes of it become the pool's, which closes it."""
         if num_buffers < 2:
             raise ValueError("num_buffers must be at least 2")
         if buffer_bytes < ALIGNMENT or buffer_bytes % ALIGNMENT:
             raise ValueError(f"buffer_bytes must be a multiple of {ALIGNMENT}")
         self.num_buffers, self.buffer_bytes = num_buffers, buffer_bytes
         self.share = max(2, num_buffers // 2)
-        self.num_bytes = size = num_buffers * buffer_bytes
-        self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = mmap.mmap(self.fd, size)
-        self.base_address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        whole = memoryview(self._memory)
-        self._views = [whole[i * buffer_bytes : (i + 1) * buffer_bytes] for i in range(num_buffers)]
-        whole.release()
+        self.memory = memory or HostMemory(num_buffers * buffer_bytes)
+        self._views = [self.memory.part(i * buffer_bytes, buffer_bytes) for i in range(num_buffers)]
         self._free = deque(range(num_buffers))
         self._orphaned = 0
         self.exhausted_event = asyncio.Event()
@@ -99,6 +133,10 @@ class StagingPool:
         self.no_orphaned.set()
         self._held_by: Counter[str] = Counter()
         self._waiting: deque[tuple[str, asyncio.Future[StagingBuffer]]] = deque()
+
+    @property
+    def base_address(self) -> int:
+        return self.memory.address
 
     @property
     def num_free(self) -> int:
@@ -118,11 +156,12 @@ class StagingPool:
             base_address=self.base_address,
             buffer_bytes=self.buffer_bytes,
             num_buffers=self.num_buffers,
-            memory_kind="DRAM",
+            device_id=self.memory.device_id,
+            memory_kind=self.memory.kind,
         )
 
-    def view(self, index: int) -> memoryview:
-        """A buffer's memory, whoever owns it."""
+    def view(self, index: int) -> Any:
+        """A buffer's memory, a KvPayload, whoever owns it."""
         return self._views[index]
 
     def take(self, peer: str) -> StagingBuffer | None:
@@ -155,14 +194,9 @@ class StagingPool:
                 self._waiting.remove(entry)
 
     def close(self) -> None:
-        """Unmaps the memory. Only when no transfer can touch it any more; idempotent."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
-        # The mapping goes with the last view of it, which may still be held.
+        """Frees the memory. Only when no transfer can touch it any more; idempotent."""
         self._views.clear()
-        del self._memory
+        self.memory.close()
 
     def _return(self, buffer: StagingBuffer) -> None:
         self._free.append(buffer.index)
@@ -267,7 +301,7 @@ class Faults:
     loop within a side's work, the transport's methods on the reader's thread.
     """
 
-    async def at(self, point: str, kv_chunk: memoryview | None = None) -> None:
+    async def at(self, point: str, kv_chunk: KvPayload | None = None) -> None:
         """A point of a side's own work was reached. kv_chunk: header and payload in a buffer."""
 
     def incoming(self, side: str, messages: AsyncIterator[In]) -> AsyncIterator[In]:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.core.errors import InvalidArgument, Unavailable
+from baton.core.scheduler.plan import StagingMemory
 from baton.transfer import nixl
+from baton.transfer.kv_chunk import POLY
 from baton.transfer.loopback import LoopbackTransport
 from baton.transfer.staging import (
     NO_FAULTS,
@@ -276,19 +278,22 @@ class Staging:
         transport: str,
         num_buffers: int,
         buffer_bytes: int,
+        memory: StagingMemory | None = None,
         ucx: Ucx | None = None,
         faults: Faults = NO_FAULTS,
     ) -> Staging:
         """Allocates the pool and starts the transports.
 
-        transport: nixl, loopback, or auto (both, NIXL first, which may be missing). ucx: None stays
-        on this machine. Raises Unavailable when the transport that was named cannot be started,
+        memory: of a device, which the pool lies in and owns, also when this raises; None: the
+        host's. Only NIXL moves KV between devices' memories. transport: nixl, loopback, or auto
+        (both, NIXL first, which may be missing). ucx: None stays on this machine. Raises
+        Unavailable when the transport that was named cannot be started, or none, and
         InvalidArgument when the environment sends UCX where it may not go.
         """
         if transport not in CHOICES:
             raise InvalidArgument(f"must be one of {', '.join(CHOICES)}", field="transport")
         allowed = ucx or choose(KvNetwork.LOCAL, inherited=inherited())
-        ring = StagingPool(num_buffers, buffer_bytes)
+        ring = StagingPool(num_buffers, buffer_bytes, memory)
         makers: dict[str, Callable[[], KvTransport]] = {
             "nixl": lambda: faults.transport(nixl.NixlTransport(ring, instance_id, allowed)),
             "loopback": lambda: faults.transport(LoopbackTransport(ring)),
@@ -305,10 +310,18 @@ class Staging:
             except TransportError:
                 if transport == "auto":
                     continue
-                ring.close()
-                raise Unavailable(f"the KV transport {name} could not be started") from None
+                break
             readers[name] = reader
+        if not readers:
+            ring.close()
+            raise Unavailable(f"the KV transport {transport} could not be started")
         return cls(ring, readers, allowed, named=transport != "auto", faults=faults)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of KV chunks that may be sent from here and received here, best first."""
+        allowed = self.ucx.network.digests
+        return allowed if self.ring.memory.in_host else (POLY,)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -334,3 +347,13 @@ class Staging:
     async def _close(self, reader: TransferReader) -> None:
         self.quiet = self.quiet and reader.idle
         await reader.close()
+
+
+def digests_differ(others: str, staging: Staging) -> str:
+    """The difference in words when a peer's digests, `others`, are not good enough here."""
+    network = staging.ucx.network.value
+    where = "the host" if staging.ring.memory.in_host else "a device"
+    return (
+        f"digest: {others or 'none'} against {', '.join(staging.digests)} "
+        f"(kv_network is {network} here, and buffers are in the memory of {where})"
+    )

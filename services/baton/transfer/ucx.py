@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.core.errors import InvalidArgument
-from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.kv_chunk import POLY, XXH3
 
 
 class KvNetwork(Enum):
@@ -31,14 +31,9 @@ class KvNetwork(Enum):
     """Whoever reaches it is trusted like this process."""
 
     @property
-    def digest(self) -> str:
-        """How KV chunks are sealed here."""
-        return BLAKE2B if self is KvNetwork.ISOLATED else XXH3
-
-    @property
-    def accepts(self) -> tuple[str, ...]:
-        """The seals that are good enough here."""
-        return (BLAKE2B,) if self is KvNetwork.ISOLATED else (XXH3, BLAKE2B)
+    def digests(self) -> tuple[str, ...]:
+        """The digests that are good enough here, best first."""
+        return (POLY,) if self is KvNetwork.ISOLATED else (XXH3, POLY)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -46,12 +41,14 @@ def _names(text: str) -> frozenset[str]:
 
 
 _MACHINE = _names(
-    "self posix sysv xpmem knem cma cuda_copy gdr_copy rocm_copy rocm_ipc rocm_gdr "
+    "self posix sysv xpmem knem cma cuda_copy cuda_ipc gdr_copy rocm_copy rocm_ipc rocm_gdr "
     "ze_copy ze_ipc ze_gdr"
 )
-# cuda_ipc crosses machines within an NVLink domain.
+# cuda_ipc crosses machines only with memory that was made to be exported within an NVLink domain.
+# NIXL is given the staging pool alone, whose memory is plain cuMemAlloc: its handles are good on
+# this machine and nowhere else.
 _BEYOND = _names(
-    "tcp rc_verbs rc_mlx5 rc_gda ud_verbs ud_mlx5 dc_mlx5 gga_mlx5 srd cuda_ipc "
+    "tcp rc_verbs rc_mlx5 rc_gda ud_verbs ud_mlx5 dc_mlx5 gga_mlx5 srd "
     "ugni_smsg ugni_rdma ugni_udt gaudi_gdr"
 )
 _ALL = _MACHINE | _BEYOND
@@ -79,7 +76,7 @@ _ALIASES = {"all": _ALL, **{name: _names(of) for name, of in _SHORT.items()}}
 """As UCX documents UCX_TLS, with what it uses to connect."""
 
 _OWN_CHOICE = {
-    KvNetwork.LOCAL: ("self", "sm", "cuda_copy", "gdr_copy"),
+    KvNetwork.LOCAL: ("self", "sm", "cuda"),
     KvNetwork.ISOLATED: ("self", "sm", "cuda", "ib", "tcp"),
     KvNetwork.TRUSTED: ("self", "sm", "cuda", "ib", "tcp"),
 }

@@ -31,6 +31,7 @@ class MeetRequest(_message.Message):
     SENDER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     KV_NETWORK_FIELD_NUMBER: _builtins.int
     UCX_TRANSPORTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     sender_instance_id: _builtins.str
     """Instance id this message is meant for."""
     kv_network: _builtins.str
@@ -51,6 +52,10 @@ class MeetRequest(_message.Message):
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What UCX may use there, as UCX_TLS names it."""
 
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Digests of KV chunks that it accepts: xxh3-128, poly61. Empty means xxh3-128."""
+
     def __init__(
         self,
         *,
@@ -60,10 +65,11 @@ class MeetRequest(_message.Message):
         sender_instance_id: _builtins.str = ...,
         kv_network: _builtins.str = ...,
         ucx_transports: _abc.Iterable[_builtins.str] | None = ...,
+        digests: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_network", b"kv_network", "layout", b"layout", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "transports", b"transports", "ucx_transports", b"ucx_transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "kv_network", b"kv_network", "layout", b"layout", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "transports", b"transports", "ucx_transports", b"ucx_transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -88,7 +94,7 @@ class MeetResponse(_message.Message):
     transport_metadata: _builtins.bytes
     """What that transport needs to reach the sender's ring; opaque, never pickled."""
     digest: _builtins.str
-    """How KV chunks are sealed: xxh3-128 or blake2b."""
+    """How KV chunks are sealed: the first of the sender's digests that the receiver accepts."""
     kv_network: _builtins.str
     """What the sender's operator declared of the network KV moves on: local, isolated or trusted."""
     @_builtins.property
@@ -245,6 +251,7 @@ class OpenHandover(_message.Message):
     MAX_KV_CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     PROBE_POSITIONS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     sender_instance_id: _builtins.str
@@ -255,6 +262,8 @@ class OpenHandover(_message.Message):
     """A probe: the sender makes up KV of so many positions for a hand-over that no worker offers. 0: none."""
     wire_version: _builtins.int
     """Wire version of this hand-over: the newest that both sides understand. 0 means 1."""
+    digest: _builtins.str
+    """How KV chunks are sealed, as agreed when the workers met. Empty means xxh3-128."""
     @_builtins.property
     def receiver(self) -> _types_pb2.WorkerIdentity:
         """The receiver."""
@@ -268,10 +277,11 @@ class OpenHandover(_message.Message):
         max_kv_chunk_bytes: _builtins.int = ...,
         probe_positions: _builtins.int = ...,
         wire_version: _builtins.int = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

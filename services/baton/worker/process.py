@@ -49,7 +49,7 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import NO_FAULTS, Faults
+from baton.transfer.staging import NO_FAULTS, Faults, HostMemory
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
@@ -224,7 +224,8 @@ async def _run_settled(
         )
         ends.push_async_callback(staging.close)
         ring = staging.ring
-        ends.callback(runner.share(ring.fd, ring.base_address, ring.num_bytes))
+        if isinstance(memory := ring.memory, HostMemory):
+            ends.callback(runner.share(memory.fd, memory.address, memory.num_bytes))
         identity = WorkerIdentity(role, instance_id, address)
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)

@@ -13,7 +13,7 @@ from baton.core.handover.table import HANDOVER_ID_BYTES, KvChunkRange
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.failures import SteadyVerdict
 from baton.core.routing.load import WorkerState
-from baton.core.scheduler.plan import ModelRunner
+from baton.core.scheduler.plan import KvPayload, ModelRunner
 from baton.engine.thread import EngineThread
 from baton.transfer.kv_chunk import HEADER_BYTES, Pack, Sealer, Unpack, probe_positions
 from baton.transfer.receiver import READ_S
@@ -128,32 +128,35 @@ class KvSelfTest:
             self.probing = False
             self._stats.probes["self", "ok" if good else "failed"] += 1
 
-    async def _write(self, first_position: int, count: int, out: memoryview) -> None:
-        out[:] = self._pattern
+    async def _write(self, first_position: int, count: int, out: KvPayload) -> None:
+        self._staging.ring.memory.write(out, self._pattern)
 
-    async def _check(self, first_position: int, count: int, payload: memoryview) -> None:
-        if payload != self._pattern:
+    async def _check(self, first_position: int, count: int, payload: KvPayload) -> None:
+        self._compare(self._staging.ring.memory.read(payload))
+
+    def _compare(self, found: bytes) -> None:
+        if found != self._pattern:
             raise Unavailable("other KV came out than went in")
 
-    async def _pack(self, first_position: int, count: int, out: memoryview) -> None:
+    async def _pack(self, first_position: int, count: int, out: KvPayload) -> None:
         await self._engine.call_to_end(
             lambda loop: loop.runner.unpack(_FIRST_BLOCK, 0, count, memoryview(self._pattern))
         )
         await self._engine.call_to_end(lambda loop: loop.runner.pack(_FIRST_BLOCK, 0, count, out))
 
-    async def _unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+    async def _unpack(self, first_position: int, count: int, payload: KvPayload) -> None:
         await self._engine.call_to_end(
             lambda loop: loop.runner.unpack(_FIRST_BLOCK, 0, count, payload)
         )
-        back = memoryview(bytearray(len(payload)))
+        back = memoryview(bytearray(payload.nbytes))
         await self._engine.call_to_end(lambda loop: loop.runner.pack(_FIRST_BLOCK, 0, count, back))
-        await self._check(first_position, count, back)
+        self._compare(bytes(back))
 
 
-def _pattern(num_bytes: int) -> bytearray:
+def _pattern(num_bytes: int) -> bytes:
     """Bytes that are numbers between 0.0001 and 2 in every dtype of KV."""
     drawn = hashlib.shake_128(b"baton self-probe").digest(num_bytes)
-    return bytearray(0x38 | byte & 7 for byte in drawn)
+    return bytes(0x38 | byte & 7 for byte in drawn)
 
 
 async def probe_self(
@@ -174,7 +177,8 @@ async def probe_self(
     not work.
     """
     ring, reader = staging.ring, staging.readers[name]
-    sealer = Sealer(secrets.token_bytes(HANDOVER_ID_BYTES), me.instance_id, layout)
+    secret, digest = secrets.token_bytes(HANDOVER_ID_BYTES), staging.digests[0]
+    sealer = Sealer(secret, me.instance_id, layout, ring.memory, digest)
     header = sealer.header(KvChunkRange(0, 0, num_positions))
     size = HEADER_BYTES + header.payload_bytes
     buffers: list[StagingBuffer] = []
@@ -184,13 +188,13 @@ async def probe_self(
                 buffers.append(await ring.wait(me.instance_id))
             source, landing = buffers
             await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
-            sealer.seal(header, source.view)
+            await asyncio.to_thread(sealer.seal, header, source.view)
             await reader.add_peer(me.instance_id, reader.metadata, ring.describe())
             try:
                 await reader.read(me.instance_id, source.index, landing, size, READ_S)
             finally:
                 await reader.remove_peer(me.instance_id)
-            if wrong := sealer.mismatch(header, landing.view):
+            if wrong := await asyncio.to_thread(sealer.mismatch, header, landing.view):
                 raise Unavailable(f"its {wrong} did not arrive as it was sent")
             await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))
     except TimeoutError:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import ipaddress
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ from baton.core.errors import Incompatible, InvalidArgument
 from baton.rpc.address import is_loopback
 from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.kv_chunk import BLAKE2B, XXH3
+from baton.transfer.kv_chunk import POLY, XXH3
 from baton.transfer.peers import SenderConnection
 from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.v1 import handover_pb2 as pb
 from baton.worker.options import WorkerOptions
 from baton.worker.process import network_of, ucx_of
 from tests.kv.listeners import listeners
-from tests.kv.rig import Pool, identity, rig
+from tests.kv.rig import LAYOUT, Pool, Rig, identity, rig
 from tests.services.worker.pair import PATIENCE_S
 from tests.services.worker.processes import Process, worker
 
@@ -91,7 +92,7 @@ async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.M
     flags = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")
     async with worker("baton.prefill", tmp_path, *flags) as prefill:
         meeting = await meeting_with(prefill)
-        assert (meeting.kv_network, meeting.digest) == ("isolated", BLAKE2B)
+        assert (meeting.kv_network, meeting.digest) == ("isolated", POLY)
         assert list(meeting.ucx_transports) == ["tcp", "self"]
         # UCX listens on the device it was given, and there only.
         assert beyond_loopback(prefill) == []
@@ -138,15 +139,33 @@ def test_names_are_beyond_loopback_but_one() -> None:
     assert not is_loopback("localhost.example") and not is_loopback("")
 
 
+def meet_request(world: Rig, digests: Sequence[str]) -> pb.MeetRequest:
+    return pb.MeetRequest(
+        receiver=identity_to_proto(world.collecting_as),
+        layout=layout_to_proto(LAYOUT),
+        transports=["loopback"],
+        sender_instance_id=world.sender.identity.instance_id,
+        digests=digests,
+    )
+
+
 async def test_a_weak_seal_is_refused_where_the_network_is_not_trusted() -> None:
-    async with rig(receiver_ucx=choose(KvNetwork.ISOLATED)) as world:
-        with pytest.raises(Incompatible, match="declare the same on both"):
-            await world.receiver.meet(world.sender.identity)
-
-
-async def test_a_keyed_seal_is_good_anywhere() -> None:
     async with rig(sender_ucx=choose(KvNetwork.ISOLATED)) as world:
-        assert world.sender.digest == BLAKE2B
+        # A build that names none has xxh3-128 only.
+        for digests in ((), (XXH3,)):
+            with pytest.raises(Incompatible, match="digest: xxh3-128 against poly61"):
+                world.sender.meet(meet_request(world, digests))
+
+
+@pytest.mark.parametrize("stricter", ["sender", "receiver"])
+async def test_a_pair_seals_as_the_stricter_network_wants(stricter: str) -> None:
+    isolated, local = choose(KvNetwork.ISOLATED), choose(KvNetwork.LOCAL)
+    first = stricter == "sender"
+    async with rig(
+        sender_ucx=isolated if first else local, receiver_ucx=local if first else isolated
+    ) as world:
+        met = world.sender.meet(meet_request(world, world.receiver.staging.digests))
+        assert met.digest == POLY
         offer = world.offer(20)
         world.compute(offer)
         pool = Pool()

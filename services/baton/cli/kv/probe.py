@@ -108,9 +108,9 @@ class Sampler:
             return 0
 
         async def unpack(first_position: int, count: int, payload: memoryview) -> None:
-            if payload != made_up(handover_id, first_position, len(payload)):
+            if payload.tobytes() != made_up(handover_id, first_position, payload.nbytes):
                 raise HandoverFailed("a KV chunk verified, and its bytes are not the probe's")
-            self.kv_chunk_bytes = HEADER_BYTES + len(payload)
+            self.kv_chunk_bytes = HEADER_BYTES + payload.nbytes
             if measure:
                 await self._measure()
 

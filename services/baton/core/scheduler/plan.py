@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from baton.core.errors import Internal
+from baton.core.handover.leaf_hash import Points
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.attempt import Logprobs
 from baton.core.request.model import KvLayout, ModelDescription
@@ -162,6 +164,57 @@ class StepResult:
 # What core needs from outside, as protocols; each ships with a double that passes its tests.
 
 
+class KvPayload(Protocol):
+    """Bytes of a KV chunk where they lie: a memoryview in memory of the host, and what the runner's
+    own staging memory is made of elsewhere."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> KvPayload: ...
+
+
+def in_host(payload: KvPayload) -> memoryview:
+    """The same, for whoever has memory of the host only. Raises Internal for any other."""
+    if not isinstance(payload, memoryview):
+        raise Internal("this payload is not in the host's memory")
+    return payload
+
+
+class StagingMemory(Protocol):
+    """Memory from which staging buffers are cut, aligned to 4096 bytes. Read and written from any
+    thread. `baton.transfer.staging.HostMemory` is the host's; a runner may have another."""
+
+    @property
+    def in_host(self) -> bool:
+        """Whether parts are memoryviews."""
+
+    @property
+    def kind(self) -> str:
+        """As NIXL names it: DRAM or VRAM."""
+
+    @property
+    def device_id(self) -> int:
+        """As NIXL counts devices."""
+
+    @property
+    def address(self) -> int: ...
+
+    def part(self, start: int, num_bytes: int) -> KvPayload: ...
+
+    def read(self, part: KvPayload) -> bytes:
+        """A copy of its bytes in the host."""
+
+    def write(self, part: KvPayload, data: bytes) -> None:
+        """data: as many bytes as the part has."""
+
+    def leaf_hashes(self, part: KvPayload, points: Points) -> bytes:
+        """See `baton.core.handover.leaf_hash`. Takes as long as a copy; not for the event loop."""
+
+    def close(self) -> None:
+        """Frees the memory. Only when nothing can touch it any more; idempotent."""
+
+
 class ModelRunner(Protocol):
     """Runs steps of one model over one block pool's memory.
 
@@ -198,6 +251,11 @@ class ModelRunner(Protocol):
         that no step in flight writes (pack) or reads (unpack). They return when the copy is done,
         on a GPU too."""
 
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        """Memory of the runner's device, from and to which KV is copied without passing the host;
+        the caller closes it. None where the device is the host. Raises Unavailable when there is
+        none left."""
+
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         """Prepares for payloads that lie in this memory of the host, which the process has mapped
         from the file `fd` at `address`. Called at most once, before the first pack.
@@ -209,16 +267,15 @@ class ModelRunner(Protocol):
 
     def collect(self) -> StepResult: ...
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         """Writes KV of `count` positions from first_position into `out` in the wire layout.
 
-        `out` has exactly count * layout.bytes_per_position bytes. The step that wrote these
+        `out` has exactly count * layout.bytes_per_position bytes, in memory of the host or in the
+        runner's own staging memory. The step that wrote these
         positions has been collected.
         """
 
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
         """The inverse of pack. The blocks are owned by the sequence and no step reads them yet.
 
         In position order: what follows the last position in its block may be cleared.

@@ -19,6 +19,7 @@ import torch
 from baton.core.errors import Internal
 from baton.core.kvcache.block_pool import BlockCopy, Extents
 from baton.core.request.model import KvLayout
+from baton.core.scheduler.plan import KvPayload, in_host
 from baton.engine.config import TILE
 from baton.engine.device import settle
 from baton.engine.kv.extents import check_extents, spans
@@ -52,12 +53,15 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 """Of some positions, both [layers, positions, heads, size]."""
 
 
-def as_tensor(layout: KvLayout, count: int, payload: memoryview) -> torch.Tensor:
+def as_tensor(layout: KvLayout, count: int, payload: KvPayload) -> torch.Tensor:
     """The payload of `count` positions, flat, sharing its memory. Raises Internal for one of
     another size."""
     if count <= 0 or payload.nbytes != count * layout.bytes_per_position:
         raise Internal("the payload's size does not fit its positions")
-    return torch.frombuffer(payload, dtype=DTYPES[layout.dtype])
+    dtype = DTYPES[layout.dtype]
+    if isinstance(payload, torch.Tensor):
+        return payload.view(dtype)
+    return torch.frombuffer(in_host(payload), dtype=dtype)
 
 
 def keys_and_values(layout: KvLayout, count: int, wire: torch.Tensor) -> KeysAndValues:
@@ -94,15 +98,13 @@ class KvMemory(ABC):
     @abstractmethod
     def blocks_in(self, first: int, count: int, raw: torch.Tensor) -> None: ...
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        """Fastest when `out` is pinned memory."""
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
+        """Fastest when `out` is in the memory's device; in the host, when it is pinned."""
         self._read(extents, first_position, count, as_tensor(self.layout, count, out))
 
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
         """A read-only payload is copied once more."""
-        if payload.readonly:
+        if isinstance(payload, memoryview) and payload.readonly:
             payload = memoryview(bytearray(payload))
         self._fill(extents, first_position, count, as_tensor(self.layout, count, payload))
 
@@ -308,15 +310,19 @@ class BlockCache(KvMemory):
         """A pinned raw must stay as it is until the copy is done."""
         self._bytes(first, count).copy_(raw, non_blocking=raw.is_pinned())
 
-    def gather(self, extents: Extents, first_position: int, count: int) -> torch.Tensor:
+    def gather(
+        self, extents: Extents, first_position: int, count: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """KV of positions in the wire's layout and dtype, flat and on the cache's device.
+
+        out: where it is written, in the dtype that is stored, by one kernel; None: in new memory.
 
         Enqueued on the current stream; the steps that wrote these positions are done.
         """
         places = self._places(extents, first_position, count)
         wire_dtype = DTYPES[self.layout.dtype]
         elements = count * self.layout.bytes_per_position // wire_dtype.itemsize
-        numbers = self.storage.new_empty(elements)
+        numbers = self.storage.new_empty(elements) if out is None else out
         if self._kernels is not None:
             self._kernels.transfer(self.keys, self.values, places, numbers, packing=True)
             return converted(numbers, wire_dtype)
@@ -342,7 +348,10 @@ class BlockCache(KvMemory):
 
     def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():
-            wire.copy_(self.gather(extents, first, count), non_blocking=wire.is_pinned())
+            direct = wire.device == self.device and wire.dtype == self.storage.dtype
+            found = self.gather(extents, first, count, wire if direct else None)
+            if not direct:
+                wire.copy_(found, non_blocking=wire.is_pinned())
             settle(self.device)
 
     def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.scheduler.plan import StepPlan, StepResult
+from baton.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult, in_host
 from baton.engine.config import EngineConfig
 from baton.engine.kv.extents import check_extents, check_plan
 from baton.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
@@ -171,18 +171,19 @@ class RankedRunner:
             raise Internal("no step was submitted")
         return self._results.popleft()
 
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        return None
+
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         """The ranks map the memory; payloads that lie elsewhere are copied once more."""
         self._shared = Region(MemoryFile.of(fd), address)
         return lambda: None
 
-    def pack(self, extents: Extents, first_position: int, count: int, out: memoryview) -> None:
-        self._transfer(extents, first_position, count, out, packing=True)
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
+        self._transfer(extents, first_position, count, in_host(out), packing=True)
 
-    def unpack(
-        self, extents: Extents, first_position: int, count: int, payload: memoryview
-    ) -> None:
-        self._transfer(extents, first_position, count, payload, packing=False)
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
+        self._transfer(extents, first_position, count, in_host(payload), packing=False)
 
     def on_death(self, died: Callable[[], None]) -> None:
         """See Ranks.on_death. The process has to end then, whether or not a step is running."""

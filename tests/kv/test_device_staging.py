@@ -1,0 +1,112 @@
+"""Hand-overs whose buffers lie in a device's memory, for which ordinary memory stands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from baton.core.errors import HandoverFailed, Unavailable
+from baton.core.kvcache.block_pool import Extents
+from baton.engine.kv.cache import BlockCache
+from baton.engine.kv.staging import DeviceStaging
+from baton.testing.faults import FaultInjector, FaultSpec, parse
+from baton.transfer import nixl
+from baton.transfer.kv_chunk import POLY
+from baton.transfer.transports import Staging
+from tests.engine.devices import reason_against_interpreter
+from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, Pool, expected, rig
+
+pytestmark = [
+    pytest.mark.skipif(not nixl.available(), reason="NIXL is not installed"),
+    pytest.mark.skipif(bool(reason_against_interpreter()), reason=reason_against_interpreter()),
+]
+
+CPU = torch.device("cpu")
+NUM_BUFFERS = 4
+POSITIONS = 3 * POSITIONS_PER_BUFFER
+DAMAGE = (
+    "corrupt@sender.sealed:part=payload,at=2",
+    "corrupt@receiver.read:part=payload,at=2",
+    "replay@sender.sealed:part=payload,at=2",
+    "swap@transport.read:at=2",
+    "truncate@transport.read:at=2",
+    "swap@sender.told:at=2",
+)
+
+
+def device_memory() -> DeviceStaging:
+    return DeviceStaging(CPU, NUM_BUFFERS * BUFFER_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver"), [(True, True), (True, False), (False, True)], ids=str
+)
+async def test_kv_arrives_between_any_two_memories(sender: bool, receiver: bool) -> None:
+    async with rig(
+        "nixl",
+        num_buffers=NUM_BUFFERS,
+        sender_memory=device_memory() if sender else None,
+        receiver_memory=device_memory() if receiver else None,
+    ) as world:
+        for _ in range(2):
+            offer, pool = world.offer(POSITIONS), Pool()
+            world.compute(offer)
+            await world.collect(offer, pool)
+            assert pool.kv == expected(offer.handover_id, POSITIONS)
+        assert POLY in (world.given.digests[0], world.landed.digests[0])
+
+
+@pytest.mark.parametrize("rule", DAMAGE)
+async def test_damage_is_found_before_it_is_unpacked(rule: str) -> None:
+    faults = FaultInjector(FaultSpec()), FaultInjector(FaultSpec())
+    async with rig(
+        "nixl",
+        num_buffers=NUM_BUFFERS,
+        sender_memory=device_memory(),
+        receiver_memory=device_memory(),
+        sender_faults=faults[0],
+        receiver_faults=faults[1],
+    ) as world:
+        for _ in range(2):
+            offer, pool = world.offer(POSITIONS), Pool()
+            world.compute(offer)
+            await world.collect(offer, pool)
+        faults["@sender." not in rule].arm(parse(rule))
+        offer, pool = world.offer(POSITIONS), Pool()
+        world.compute(offer)
+        with pytest.raises(HandoverFailed, match="what was announced"):
+            await world.collect(offer, pool)
+        assert sum(each.injected.total() for each in faults) == 1
+        assert pool.kv.items() <= expected(offer.handover_id, POSITIONS).items()
+
+
+async def test_a_device_without_nixl_is_refused() -> None:
+    with pytest.raises(Unavailable, match="loopback"):
+        await Staging.open(
+            "ab" * 16,
+            transport="loopback",
+            num_buffers=NUM_BUFFERS,
+            buffer_bytes=BUFFER_BYTES,
+            memory=device_memory(),
+        )
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_kv_is_packed_and_unpacked_in_place(stored: torch.dtype) -> None:
+    """Into and out of the same bytes as in the host, converted or not."""
+    memory, blocks = device_memory(), 4
+    source, target = (BlockCache(LAYOUT, blocks, 16, CPU, dtype=stored) for _ in range(2))
+    source.storage.normal_()
+    table: Extents = ((2, 1), (0, 1))
+    count, size = 5, 5 * LAYOUT.bytes_per_position
+    part = memory.part(BUFFER_BYTES + 128, size)
+    source.pack(table, 14, count, part)
+    packed = bytearray(size)
+    source.pack(table, 14, count, memoryview(packed))
+    assert memory.read(part) == packed and any(packed)
+    target.unpack(table, 14, count, part)
+    again = bytearray(size)
+    target.pack(table, 14, count, memoryview(again))
+    assert again == packed
