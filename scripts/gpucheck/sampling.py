@@ -10,6 +10,7 @@ import torch
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from baton.engine.sampler import LastTokens, SampledStep
+from baton.engine.sampler_rows import TokenCounts
 from baton_loadtest.report import Result, compared
 from gpucheck.check import Check
 from gpucheck.speed import kernel_table
@@ -45,12 +46,12 @@ def speed(check: Check) -> Iterator[Result]:
     rows, vocab = (64, 128256) if check.on_gpu else (4, 512)
     kind = torch.bfloat16 if check.on_gpu else torch.float32
     logits = torch.randn(rows, vocab, device=check.device).to(kind) * 3
-    last = LastTokens(logits.device)
+    last, counts = LastTokens(logits.device), TokenCounts(logits.device)
     for name, params in WISHES.items():
         plan = _plan([params] * rows, 1, min(_HISTORY, vocab))
 
         def sample(plan: StepPlan = plan) -> SampledStep:
-            return SampledStep(plan, logits, last)
+            return SampledStep(plan, logits, last, counts)
 
         taken = seconds(sample, check.device)
         title = f"sampling {rows} x {vocab}, {name}"
@@ -88,7 +89,8 @@ def _wishes(rows: int) -> list[SamplingParams]:
 
 def _tokens(plan: StepPlan, logits: torch.Tensor) -> dict[int, int]:
     """Of each sequence; those that failed have none."""
-    result = SampledStep(plan, logits, LastTokens(logits.device)).result()
+    device = logits.device
+    result = SampledStep(plan, logits, LastTokens(device), TokenCounts(device)).result()
     return {token.sequence_id: token.token_id for token in result.tokens}
 
 

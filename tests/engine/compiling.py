@@ -67,12 +67,12 @@ def compiled(
     instructions = [i for i in ("wgmma", "mma.sync") if i in result.asm["ptx"]]
     return {
         "shared": result.metadata.shared,
-        "stack": _stack(result.asm["cubin"]),
+        "stack": stack(result.asm["cubin"]),
         "instructions": instructions,
     }
 
 
-def _stack(cubin: bytes) -> int:
+def stack(cubin: bytes) -> int:
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -12,8 +12,8 @@ import torch
 from baton.core.errors import Internal
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
-from baton.engine import sampler
 from baton.engine.sampler import LastTokens, SampledStep
+from baton.engine.sampler_rows import TokenCounts
 
 VOCAB = 1200
 GREEDY = SamplingParams(temperature=0.0)
@@ -39,7 +39,9 @@ def step(scores: torch.Tensor, rows: list[SampleRow]) -> StepResult:
     chunks = tuple(
         Chunk(i, (0,), 0, ((i, 1),), (row._replace(sequence_id=i),)) for i, row in enumerate(rows)
     )
-    return SampledStep(StepPlan(4, chunks), scores, LastTokens(CPU, 4096)).result()
+    return SampledStep(
+        StepPlan(4, chunks), scores, LastTokens(CPU, 4096), TokenCounts(CPU)
+    ).result()
 
 
 def one(scores: torch.Tensor, wanted: SampleRow) -> SampledToken:
@@ -77,16 +79,12 @@ def mixed(count: int) -> list[SampleRow]:
     ]
 
 
-@pytest.mark.parametrize("together", [1, 4, 64])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
-def test_a_row_gets_the_token_that_it_gets_alone(
-    kind: torch.dtype, together: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_gets_the_token_that_it_gets_alone(kind: torch.dtype) -> None:
     """In bfloat16 many logits are equal, so ties count."""
     scores = torch.stack([logits(i) for i in range(40)]).to(kind)
     rows = mixed(40)
     alone = [one(scores[i], rows[i]) for i in range(40)]
-    monkeypatch.setitem(sampler._ROWS_TOGETHER, "cpu", together)
     for order in (list(range(40)), list(reversed(range(40))), list(range(0, 40, 3))):
         result = step(scores[order], [rows[i] for i in order])
         got = [(token.token_id, token.choice, token.logprobs) for token in result.tokens]
@@ -213,7 +211,7 @@ def test_choices_of_a_prompt_share_its_logits() -> None:
     params = SamplingParams(seed=3)
     rows = tuple(SampleRow(5 + i, i, 0, params) for i in range(6))
     plan = StepPlan(0, (Chunk(5, (0,), 0, (), rows), Chunk(9, (0,), 0, ())))
-    result = SampledStep(plan, logits()[None], LastTokens(CPU)).result()
+    result = SampledStep(plan, logits()[None], LastTokens(CPU), TokenCounts(CPU)).result()
     assert [(token.sequence_id, token.choice) for token in result.tokens] == [
         (5 + i, i) for i in range(6)
     ]
@@ -224,7 +222,9 @@ def test_choices_of_a_prompt_share_its_logits() -> None:
 
 def test_a_step_without_samples_draws_nothing() -> None:
     plan = StepPlan(3, (Chunk(0, (1, 2), 0, ((0, 1),)),))
-    assert SampledStep(plan, torch.empty(0, VOCAB), LastTokens(CPU)).result() == StepResult(3, ())
+    assert SampledStep(
+        plan, torch.empty(0, VOCAB), LastTokens(CPU), TokenCounts(CPU)
+    ).result() == StepResult(3, ())
 
 
 def test_tokens_are_filled_in_where_they_are_pending() -> None:

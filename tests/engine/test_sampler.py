@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from baton.core.request.request import SamplingParams
-from baton.engine.sampler import distances, draw, head, keep, penalize, weigh
+from baton.engine.sampler_cpu import draw, keep, likeliest, nearest, penalize, scale_bits, weigh
 
 VOCAB = 1200
 
@@ -18,18 +19,24 @@ def logits(seed: int = 0, vocab: int = VOCAB, spread: float = 2.0) -> torch.Tens
     return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def column(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)[:, None]
+def distances(row: torch.Tensor, temperature: float = 1.0) -> np.ndarray:
+    distance: np.ndarray = (row.max() - row).numpy() / np.float32(temperature)
+    return distance
 
 
-def kept(rows: torch.Tensor, **settings: float) -> torch.Tensor:
-    """Weights of rows [n, vocab] under the same settings for each."""
-    temperature = column(*[settings.pop("temperature", 1.0)] * len(rows))
-    filters = {name: column(*[value] * len(rows)) for name, value in settings.items()}
-    return keep(distances(rows, temperature.float()), **filters)
+def kept(row: torch.Tensor, settings: SamplingParams) -> np.ndarray:
+    """The weights of a row's tokens that survive, 0 for the others."""
+    distance = distances(row, settings.temperature)
+    top_k = settings.top_k if settings.top_k < len(row) else 0
+    ids, weights = keep(distance, top_k, settings.top_p, settings.min_p)
+    if ids is None:
+        return weights
+    assert (np.diff(ids) > 0).all()
+    whole = np.zeros(len(row))
+    whole[ids] = weights
+    return whole
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "settings",
@@ -48,10 +55,7 @@ def kept(rows: torch.Tensor, **settings: float) -> torch.Tensor:
         {"min_p": 0.0001, "temperature": 2.0},
     ],
 )
-def test_filters_keep_what_transformers_keeps(
-    settings: dict[str, Any], seed: int, rows: int
-) -> None:
-    """One row takes another way than several do: both must be right."""
+def test_filters_keep_what_transformers_keeps(settings: dict[str, Any], seed: int) -> None:
     params = SamplingParams(**settings)
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(params.temperature)]
     if params.top_k:
@@ -60,42 +64,50 @@ def test_filters_keep_what_transformers_keeps(
         warpers.append(transformers.TopPLogitsWarper(params.top_p))
     if params.min_p:
         warpers.append(transformers.MinPLogitsWarper(params.min_p))
-    scores = torch.stack([logits(seed + i) for i in range(rows)])
-    warped = scores
+    scores = logits(seed)
+    warped = scores[None]
     for warper in warpers:
-        warped = warper(torch.zeros(rows, 1, dtype=torch.int64), warped)
-    weights = kept(scores, **settings)
-    wanted = torch.softmax(warped, 1)
+        warped = warper(torch.zeros(1, 1, dtype=torch.int64), warped)
+    weights = torch.from_numpy(kept(scores, params))
+    wanted = torch.softmax(warped[0], 0)
     assert torch.equal(weights > 0, wanted > 0)
-    share = (weights / weights.sum(1, keepdim=True)).float()
-    torch.testing.assert_close(share, wanted, rtol=2e-6, atol=1e-9)
+    share = (weights / weights.sum()).float()
+    torch.testing.assert_close(share, wanted, rtol=3e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_head_is_the_shortest_start_of_the_sorted_tokens(seed: int) -> None:
-    """Against a sort, with many ties; one row by itself against the same row among others."""
-    numbers = torch.Generator().manual_seed(seed)
-    distance = torch.randint(0, 40, (4, 500), generator=numbers) / 7.0
-    distance[3] = 0.0
-    amounts = weigh(distance)
-    for limit in (column(1, 7, 250, 499), amounts.sum(1, keepdim=True) * 0.37):
-        counted = amounts if limit[0] > 1 else torch.ones_like(amounts)
-        got = head(distance, counted, limit)
-        order = torch.sort(distance, dim=1, stable=True).indices
-        ranked = counted.gather(1, order)
-        before = ranked.cumsum(1) - ranked
-        wanted = torch.zeros_like(got).scatter_(1, order, before < limit)
-        assert torch.equal(got, wanted)
-        alone = [head(distance[i : i + 1], counted[i : i + 1], limit[i : i + 1]) for i in range(4)]
-        assert torch.equal(torch.cat(alone), wanted)
+    """Against a sort, with many ties."""
+    draws = np.random.default_rng(seed)
+    for numbers in (draws.integers(0, 40, 500) / 7, np.zeros(500)):
+        distance = numbers.astype(np.float32)
+        weights = weigh(distance, scale_bits(500))
+        order = np.argsort(distance, kind="stable")
+        for count in (1, 7, 250, 499):
+            assert nearest(distance, count).tolist() == sorted(order[:count])
+        ranked = weights[order]
+        before = ranked.cumsum() - ranked
+        for share in (1e-9, 0.37, 0.9, 1.0):
+            limit = share * weights.sum()
+            wanted = sorted(order[before < limit])
+            assert likeliest(distance, weights, limit).tolist() == wanted
 
 
 def test_weights_are_whole_and_their_sums_exact() -> None:
-    weights = weigh(distances(torch.stack([logits(), torch.zeros(VOCAB)]), column(1, 1).float()))
-    assert torch.equal(weights, weights.round())
-    assert weights.sum(1).max() <= 2**52
-    forward, backward = weights.cumsum(1)[:, -1], weights.flip(1).cumsum(1)[:, -1]
-    assert torch.equal(forward, backward)
+    for row in (logits(), torch.zeros(VOCAB)):
+        weights = weigh(distances(row), scale_bits(VOCAB))
+        assert (weights == weights.round()).all()
+        assert weights.sum() <= 2**52
+        assert weights.cumsum()[-1] == weights[::-1].cumsum()[-1]
+
+
+def test_weights_are_probabilities_up_to_rounding() -> None:
+    distance = np.linspace(0, 24, 70000, dtype=np.float32)
+    bits = scale_bits(128256)
+    wanted = np.exp(-distance.astype(np.float64)) * 2.0**bits
+    assert (abs(weigh(distance, bits) - wanted) <= 3e-6 * wanted + 1).all()
+    edges = np.array([0, 1e30, np.inf], np.float32)
+    assert weigh(edges, bits).tolist() == [2.0**bits, 0, 0]
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
@@ -104,34 +116,30 @@ def test_repetition_penalty_is_transformers_own(penalty: float) -> None:
     scores = logits()[None]
     processor: Any = transformers.RepetitionPenaltyLogitsProcessor(penalty)
     wanted = processor(torch.tensor([history]), scores.clone())
-    seen = torch.zeros(1, VOCAB, dtype=torch.bool)
-    seen[0, history] = True
-    none = torch.zeros(1, 1)
-    used = torch.zeros(1, VOCAB)
-    got = penalize(scores, seen, used, torch.tensor([[penalty]]), none, none)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    got = scores[0].numpy()
+    penalize(got, np.unique(history), np.zeros(4, np.float32), penalty, 0.0, 0.0)
+    assert got.tolist() == wanted[0].tolist()
 
 
 def test_presence_counts_once_and_frequency_every_time() -> None:
-    scores = logits()[None]
-    used = torch.zeros(1, VOCAB)
-    used[0, 7], used[0, 8] = 2.0, 1.0
-    one = torch.ones(1, 1)
-    got = penalize(scores, used > 0, used, one, one * 0.5, one * 0.25)
-    wanted = scores.clone()
-    wanted[0, 7] -= 0.5 + 2 * 0.25
-    wanted[0, 8] -= 0.5 + 0.25
-    torch.testing.assert_close(got, wanted)
+    scores = logits()
+    got = scores.clone()
+    used = np.array([0, 2, 1], np.float32)
+    penalize(got.numpy(), np.array([3, 7, 8]), used, 1.0, 0.5, 0.25)
+    scores[7] -= 0.5 + 2 * 0.25
+    scores[8] -= 0.5 + 0.25
+    torch.testing.assert_close(got, scores)
 
 
 def test_equal_logits_are_cut_by_id() -> None:
-    weights = kept(torch.zeros(2, 1000), top_k=3)
-    assert weights.nonzero().tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
-    assert set(weights.flatten().tolist()) == {0.0, 2.0**42}
+    weights = kept(torch.zeros(1000), SamplingParams(top_k=3))
+    assert np.flatnonzero(weights).tolist() == [0, 1, 2]
+    assert set(weights.tolist()) == {0.0, 2.0**42}
 
 
 def test_draws_take_every_kept_token_in_its_share() -> None:
-    weights = torch.tensor([[0.0, 3.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
-    numbers = [0.0, 0.74999, 0.75, 1 - 2**-53]
-    drawn = draw(weights.expand(4, -1).contiguous(), column(*numbers))
-    assert drawn.tolist() == [1, 1, 3, 3]
+    weights = np.array([0.0, 3.0, 0.0, 1.0, 0.0])
+    drawn = [draw(weights, number) for number in (0.0, 0.74999, 0.75, 1 - 2**-53)]
+    assert drawn == [1, 1, 3, 3]
+    weights = np.tile(weights, 1000)
+    assert draw(weights, 0.5) == 2501

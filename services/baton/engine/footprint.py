@@ -38,8 +38,9 @@ two branches of a gated product or a rotation and its parts."""
 _INT8_BYTES_PER_OUTPUT = 8
 """A scale and an offset."""
 
-_LOGIT_COPIES = 4
-"""float32 tensors of a row of logits that sampling makes: converted, scaled, sorted, summed up."""
+_LOGIT_COPIES = 6
+"""float32 tensors of a row of logits that sampling makes: distances, counts of tokens (whose memory
+doubles when it grows), and the softmax of rows that want log-probabilities, from copies."""
 
 
 def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:

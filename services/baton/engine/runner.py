@@ -44,6 +44,7 @@ from baton.engine.loader import (
 )
 from baton.engine.memory import give_back_freed
 from baton.engine.sampler import LastTokens, SampledStep
+from baton.engine.sampler_rows import TokenCounts
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class TorchRunner:
         self._backend = backend
         self._swap = swap_memory
         self._last = LastTokens(self.memory.device)
+        self._counts = TokenCounts(self.memory.device)
         self._graphs: DecodeGraphs | None = None
         self._row_counts: frozenset[int] = frozenset()
         self._agree: Agree = lambda counts: counts
@@ -155,7 +157,7 @@ class TorchRunner:
         check_plan(plan, self)
         moved = self._swap.move(plan)
         with torch.inference_mode():
-            step = SampledStep(plan, self.forward(plan), self._last)
+            step = SampledStep(plan, self.forward(plan), self._last, self._counts)
         self._running.append((step, moved))
 
     def collect(self) -> StepResult:
@@ -320,5 +322,5 @@ def _peak(
     trial = TorchRunner(network, loaded.description, backend, SwapMemory(backend.memory))
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    SampledStep(step, trial.forward(step), trial._last)
+    SampledStep(step, trial.forward(step), trial._last, trial._counts)
     return torch.cuda.max_memory_allocated(loaded.device) - before

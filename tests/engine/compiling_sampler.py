@@ -1,0 +1,68 @@
+"""Compiles the sampler's kernel for a GPU that need not be there: python compiling_sampler.py
+CAPABILITY prints JSON: its shared memory, its stack and its instructions that round otherwise than
+single IEEE operations do. A program, because a process that interprets kernels cannot compile."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from baton.engine import sampler_triton
+from baton.engine.sampler_cpu import scale_bits
+from tests.engine.compiling import stack
+
+TYPES = {
+    "logits": "*bf16",
+    "counts": "*i32",
+    "numbers": "*fp64",
+    "settings": "*i32",
+    "bias_tokens": "*i32",
+    "biases": "*fp32",
+    "banned": "*i32",
+    "masks": "*u8",
+    "scratch": "*fp32",
+    "tokens": "*i64",
+    "logits_stride": "i32",
+    "vocab": "i32",
+}
+
+
+def main(capability: int) -> None:
+    kernel = sampler_triton._sample
+    names = kernel.arg_names
+    constants = {
+        "BITS": scale_bits(128256),
+        "TILE": sampler_triton.TILE,
+        "CANDIDATES": sampler_triton.CANDIDATES,
+    }
+    source = ASTSource(
+        kernel,
+        signature={name: TYPES.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name, kind in TYPES.items()
+            if kind.startswith("*")
+        },
+    )
+    result = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": sampler_triton.WARPS, "enable_fp_fusion": False},
+    )
+    inexact = r"\bfma\.\S+|\bmad\.\S*f\d+|\S+\.ftz\S*|div\.full\S*|\S+\.approx\S*"
+    report = {
+        "shared": result.metadata.shared,
+        "stack": stack(result.asm["cubin"]),
+        "inexact": sorted(set(re.findall(inexact, result.asm["ptx"]))),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
