@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -77,19 +77,33 @@ class Option:
             return f"{words}, at least {low:.12g}"
         return words if high is None else f"{words}, at most {high:.12g}"
 
+    @property
+    def metavar(self) -> str:
+        """What stands for a value in the help."""
+        if self.choices:
+            return "NAME"
+        return (self.unit or type(self.default).__name__).upper().replace(":", "_")
+
+    @property
+    def help(self) -> str:
+        """The description with what is allowed, the default and the unit, for argparse."""
+        default = f"default {render(self, self.default)} {self.unit}".strip()
+        must = "required" if self.required else default
+        return f"{self.schema['description']} ({self.allowed}; {must})".replace("%", "%%")
+
 
 def parse(option: Option, value: object, source: str) -> Any:
     """The value converted to the field's type. `value` is text or a value that TOML parsed.
 
     Raises InvalidArgument that names field, value, source and what is allowed.
     """
-    given, is_text = value, isinstance(value, str)
-    if isinstance(given, str):
-        given = given.strip()
+    given = value
+    if isinstance(value, str):
+        given = value.strip()
         if isinstance(option.default, tuple):
-            given = [item.strip() for item in given.split(",") if item.strip()]
+            given = [item.strip() for item in value.split(",") if item.strip()]
     try:
-        made = msgspec.convert(given, option.type, strict=not is_text)
+        made = msgspec.convert(given, option.type, strict=not isinstance(value, str))
         if not isinstance(made, float) or math.isfinite(made):
             return made
     except msgspec.ValidationError:
@@ -119,32 +133,31 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def read(
+def _read(
     options: Mapping[str, Option],
+    removed: Iterable[str],
     argv: Sequence[str],
     prog: str,
     description: str,
-    removed: Iterable[str] = (),
 ) -> dict[str, str]:
     """The given flags, as text by field name, and `config`. removed: former options.
 
     A bool may stand alone, take a value, or be negated: --exact, --exact false, --no-exact. Raises
     InvalidArgument for an unknown flag; --help prints all flags and exits with code 0.
     """
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog=prog,
-        description=f"{description.strip().splitlines()[0] if description.strip() else ''} "
+        description=f"{description.partition(chr(10))[0]} "
         "Values come from defaults < --config FILE < BATON_<FIELD> < flags.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with values by field name")
     for name, spec in options.items():
-        text = _help(spec)
+        shown: dict[str, Any] = {"metavar": spec.metavar, "help": spec.help}
         if isinstance(spec.default, bool):
-            parser.add_argument(
-                flag(name), dest=name, nargs="?", const="true", metavar="BOOL", help=text
-            )
+            shown |= {"nargs": "?", "const": "true"}
             parser.add_argument(
                 flag("no_" + name),
                 dest=name,
@@ -152,41 +165,18 @@ def read(
                 const="false",
                 help=argparse.SUPPRESS,
             )
-        else:
-            parser.add_argument(flag(name), dest=name, metavar=_metavar(spec), help=text)
+        parser.add_argument(flag(name), dest=name, **shown)
     for name in removed:
-        parser.add_argument(
-            *(flag(name), flag("no_" + name)),
-            dest=name,
-            nargs="?",
-            const="",
-            help=argparse.SUPPRESS,
-        )
-    found, unknown = parser.parse_known_args(list(argv))
+        flags = flag(name), flag("no_" + name)
+        parser.add_argument(*flags, dest=name, nargs="?", const="", help=argparse.SUPPRESS)
+    try:
+        found, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise InvalidArgument(str(error)) from None
     if unknown:
         known = [flag(name) for name in options]
         raise InvalidArgument(f"unknown argument {unknown[0]}{suggest(unknown[0], known)}")
     return vars(found)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises InvalidArgument where argparse would print the usage and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidArgument(message)
-
-
-def _metavar(spec: Option) -> str:
-    if spec.choices:
-        return "NAME"
-    return (spec.unit or type(spec.default).__name__).upper().replace(":", "_")
-
-
-def _help(spec: Option) -> str:
-    must = "required" if spec.required else f"default {render(spec, spec.default)}"
-    unit = f" {spec.unit}" if spec.unit and not spec.required else ""
-    text = f"{spec.schema['description']} ({spec.allowed}; {must}{unit})"
-    return text.replace("%", "%%")
 
 
 T = TypeVar("T")
@@ -210,12 +200,10 @@ def option(
     """
     metadata = {
         "meta": msgspec.Meta(description=help, ge=minimum, le=maximum),
-        "facts": {
-            "choices": tuple(choices),
-            "unit": unit,
-            "required": required,
-            "secret": secret,
-        },
+        "choices": tuple(choices),
+        "unit": unit,
+        "required": required,
+        "secret": secret,
     }
     made: T = dataclasses.field(default=default, metadata=metadata)
     return made
@@ -237,7 +225,7 @@ def load(
     removed: frozenset[str] = getattr(cls, "REMOVED", frozenset())
     try:
         flags = sys.argv[1:] if argv is None else argv
-        given = read(options, flags, prog, cls.__doc__ or "", removed)
+        given = _read(options, removed, flags, prog, cls.__doc__ or "")
         variables = os.environ if environ is None else environ
         file = given.pop("config", None) or variables.get("BATON_CONFIG", "")
         raw = _from_file([*options, *removed], Path(file)) if file else {}
@@ -262,7 +250,9 @@ def load(
                 )
         return cls(**values)
     except InvalidArgument as error:
-        _exit(prog, f"{error.field}: {error.message}" if error.field else error.message)
+        named = f"{error.field}: " if error.field else ""
+        print(f"{prog}: error: {named}{error.message}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def describe(config: Any) -> str:
@@ -276,9 +266,9 @@ def options_of(cls: type) -> dict[str, Option]:
     types = get_type_hints(cls)
     options = {}
     for field in dataclasses.fields(cls):
-        facts = field.metadata["facts"]
+        facts = dict(field.metadata)
         kind = Literal[facts["choices"]] if facts["choices"] else types[field.name]
-        annotated: Any = Annotated[kind, field.metadata["meta"]]
+        annotated: Any = Annotated[kind, facts.pop("meta")]
         options[field.name] = Option(field.name, annotated, field.default, **facts)
     return options
 
@@ -299,8 +289,3 @@ def _from_file(known: Sequence[str], path: Path) -> dict[str, tuple[object, str]
                 f"{path} has an unknown key {name!r}{suggest(name, known)}", field="config"
             )
     return {name: (value, str(path)) for name, value in table.items()}
-
-
-def _exit(prog: str, message: str) -> NoReturn:
-    print(f"{prog}: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
