@@ -301,7 +301,12 @@ def run(
                 return run_part(section, part, options, known, limit_s, processes)
 
             with ThreadPoolExecutor(options.jobs if section.together else 1) as threads:
-                outcomes = dict(zip(parts, threads.map(one, parts), strict=True))
+                try:
+                    outcomes = dict(zip(parts, threads.map(one, parts), strict=True))
+                except BaseException:
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    processes.close()
+                    raise
         report.add(section.name, outcomes)
         show(outcomes)
     return judge(chosen, report)
@@ -375,6 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = Options(device_kind, chosen.quick, chosen.jobs, chosen.cache)
     budget_s = chosen.budget or (COMMAND_S if chosen.command else float("inf"))
     processes = Processes()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         device = probe(options, processes)
         if not device:

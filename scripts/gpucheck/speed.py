@@ -35,6 +35,8 @@ DECODE_GOAL = 0.8
 """Of the memory's read bandwidth."""
 PREFILL_GOAL = 0.6
 """Of the rate of large products."""
+IDLE_GOAL = 0.05
+"""Of a step: the host's work is hidden behind the device's."""
 TOP_KERNELS = 12
 _CHECKED_BLOCKS = 8
 """What the check at load computes on."""
@@ -280,7 +282,8 @@ def decode(
     yield check.speed(f"{name}, memory traffic", moved / greedy.step_s, "B/s", READ, DECODE_GOAL)
     yield Result(f"{name}, step", greedy.step_s * 1e3, "ms")
     yield Result(f"{name}, tokens", batch / greedy.step_s, "tokens/s")
-    yield Result(f"{name}, GPU idle between steps", greedy.gap_s * 1e3, "ms")
+    idle = f"{name}, GPU idle between steps"
+    yield check.duration(idle, greedy.gap_s * 1e3, "ms", IDLE_GOAL * greedy.step_s * 1e3)
     yield Result(f"{name}, host's submit", greedy.host_s * 1e3, "ms")
     drawn = _times(check, runner, s, filled, _NUCLEUS)
     yield Result(f"{name}, step with top-k and top-p", drawn.step_s * 1e3, "ms")
@@ -374,9 +377,11 @@ def kernel_table(
         settle(check.device)
     # On a CPU there are no kernels; operators stand in for them.
     wanted = "CUDA" if check.on_gpu else "CPU"
-    count = 0
+    count = graphs = 0
     spent: dict[str, float] = {}
     for event in profile.key_averages():
+        if event.key == "cudaGraphLaunch":
+            graphs = event.count
         if event.device_type.name != wanted:
             continue
         taken = event.self_device_time_total if check.on_gpu else event.self_cpu_time_total
@@ -386,5 +391,7 @@ def kernel_table(
             spent[short] = spent.get(short, 0.0) + taken
     yield Result(f"{name}: kernels a step", count / steps, "kernels")
     yield Result(f"{name}: kernels a layer and step", count / steps / layers, "kernels")
+    if graphs:
+        yield Result(f"{name}: graphs a step", graphs / steps, "graphs")
     for kernel, taken in sorted(spent.items(), key=lambda pair: -pair[1])[:TOP_KERNELS]:
         yield Result(f"{name}: {kernel}", taken / steps, "µs a step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -175,6 +176,39 @@ def test_a_missed_goal_is_no_success(run: Run) -> None:
     assert gpu_check.judge([section("good")], report)
     report.add("good", {"": gpu_check.Outcome("done", results=[replace(good, met=False)])})
     assert not gpu_check.judge([section("good")], report)
+
+
+@pytest.mark.deep
+def test_a_run_that_is_ended_leaves_no_process_behind(tmp_path: Path) -> None:
+    code = """
+import sys, gpu_check
+from gpucheck.sections import Section
+gpu_check.SECTIONS = (Section("hangs", "A", "tests.engine.gpu_sections:hangs", "", 0.0, 500.0),)
+sys.exit(gpu_check.main(["--device", "cpu", "--json", sys.argv[1]]))
+"""
+    environment = gpu_check.environment(gpu_check.Options("cpu", True, 1, tmp_path))
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "a")], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not (hanging := _running("gpucheck.child", parent.pid)):
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        parent.terminate()
+        assert parent.wait(60) == 128 + signal.SIGTERM
+        assert [pid for pid in hanging if Path(f"/proc/{pid}").exists()] == []
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def _running(module: str, parent: int) -> list[str]:
+    """The children of a process that run a module."""
+    found = [
+        pid
+        for task in Path(f"/proc/{parent}/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    return [pid for pid in found if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
