@@ -375,11 +375,11 @@ class Simulation:
             end, was_idle = end + look_s, is_idle
 
     def _taker(self, pool: SeenPool, number: int) -> OnReport:
-        def hear(load: WorkerLoad, batches: list[CacheBatch]) -> None:
+        def take(load: WorkerLoad, batches: list[CacheBatch]) -> None:
             pool.workers[number].report(load, batches)
             self.router.turn()
 
-        return hear
+        return take
 
     def _arrive_next(self, requests: Iterator[Request]) -> None:
         request = next(requests, None)

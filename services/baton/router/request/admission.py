@@ -106,10 +106,6 @@ class RequestContext:
         trace = self.stages.trace.stage_context
         return AskedBy(self.request_id, self.request.tenant, self.deadline, trace)
 
-    def settle(self, prompt: int, stop: StopParams) -> None:
-        """Charges for the encoded prompt and the longest output. Raises Refusal."""
-        self.controller.settle(self, prompt, stop)
-
     def on_placed(self) -> None:
         """An attempt of the request has workers."""
         self.was_placed = True
@@ -230,23 +226,28 @@ class AdmissionController:
         )
 
     def settle(self, context: RequestContext, prompt: int, stop: StopParams) -> None:
-        """See `RequestContext.settle`."""
+        """Charges for the encoded prompt and the longest output. Raises Refusal."""
         now, tenant = self.dispatcher.now(), context.request.tenant
         longest = context.request.n * stop.max_tokens
         outlook = self._outlook(tenant, now)
-        with self._counted(tenant):
+        try:
             context.charge.settle(prompt, longest, outlook, context.deadline - now, now)
+        except Refusal as refusal:
+            self._metrics.refused(refusal.limit, tenant)
+            raise
 
     async def close(self) -> None:
         await self.dispatcher.close()
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Iterator[None]:
-        """Counts a refusal by its limit."""
+        """Counts a request that is not admitted as ended, and a refusal by its limit, too."""
         try:
             yield
-        except Refusal as refusal:
-            self._metrics.refused(refusal.limit, tenant)
+        except BatonError as error:
+            if isinstance(error, Refusal):
+                self._metrics.refused(error.limit, tenant)
+            self._metrics.ended(error, tenant)
             raise
 
     def _outlook(self, tenant: Tenant, now: float) -> FleetState:

@@ -68,7 +68,8 @@ class FleetLedger:
 
     def update(self, worker: Worker[Any]) -> None:
         """Recomputes whether the worker is full."""
-        if self._is_full(worker, self._read(worker)):
+        places = worker.description.max_sequences if worker.identity.role == "decode" else 0
+        if self._read(worker).is_full(worker.placed_sequences, places):
             self.full.add(worker.identity.instance_id)
         else:
             self.full.discard(worker.identity.instance_id)
@@ -104,10 +105,6 @@ class FleetLedger:
         books = self._book(worker.identity.instance_id)
         books.read(worker.load, worker.placed_sequences)
         return books
-
-    def _is_full(self, worker: Worker[Any], books: WorkerLedger) -> bool:
-        places = worker.description.max_sequences if worker.identity.role == "decode" else 0
-        return books.is_full(worker.placed_sequences, places)
 
 
 @dataclass(slots=True)

@@ -227,15 +227,13 @@ class Pipeline:
         """Raises BatonError when any request of the tenant would be refused now, so that this one
         need not be read. priority: the most urgent that the request may have."""
         self._check_open()
-        with self._counted(tenant):
-            self.gate.precheck(tenant, priority)
+        self.gate.precheck(tenant, priority)
 
     def receive(self, tenant: Tenant, size: int) -> Holding:
         """Reserves room for this many bytes of a tenant's request, which the caller releases. It
         comes first on every route, if possible before the bytes are read. Raises BatonError."""
         self._check_open()
-        with self._counted(tenant):
-            return self.gate.receive(tenant, size)
+        return self.gate.receive(tenant, size)
 
     @contextmanager
     def reading(self, tenant: Tenant) -> Iterator[None]:
@@ -399,15 +397,6 @@ class Pipeline:
         if self.draining:
             raise left()
 
-    @contextmanager
-    def _counted(self, tenant: Tenant) -> Iterator[None]:
-        """Counts a request that is refused here as ended."""
-        try:
-            yield
-        except BatonError as error:
-            self._metrics.ended(error, tenant)
-            raise
-
     def _admit(
         self,
         request: Request,
@@ -418,8 +407,7 @@ class Pipeline:
         generates: bool = True,
     ) -> RequestContext:
         self._check_open()
-        with self._counted(request.tenant):
-            context = self.gate.open(request, stages, deadline, holding, generates=generates)
+        context = self.gate.open(request, stages, deadline, holding, generates=generates)
         self._num_requests += 1
         self._idle.clear()
         return context

@@ -32,6 +32,7 @@ from baton.core.request.request import (
     TokenPrompt,
 )
 from baton.core.request.request_state import RequestState
+from baton.core.routing.routing import models_of
 from baton.router.observe.stage_timer import StageTimer
 from baton.router.request.admission import RequestContext, RouterServices
 from baton.router.request.runner import RequestRunner
@@ -156,7 +157,8 @@ class Preparation:
     def models(self) -> list[ModelDescription]:
         """The models that can be requested now."""
         wanted = self._services.config.model
-        return [model for model in self._services.fleet.models() if wanted in ("", model.name)]
+        served = models_of(self._services.fleet.decodes.snapshots())
+        return [model for model in served if wanted in ("", model.name)]
 
     async def prepare(self, context: RequestContext) -> Prepared:
         """Raises BatonError."""
@@ -189,7 +191,7 @@ class Preparation:
         stop = resolve_stop(request, len(prompt), model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
-        context.settle(len(prompt), stop)
+        context.controller.settle(context, len(prompt), stop)
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
         sampling = replace(request.sampling, seed=seed)
         services.metrics.accepted(request.tenant, model.name, len(prompt))

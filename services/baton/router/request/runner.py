@@ -229,7 +229,7 @@ class RequestRunner:
         return Internal("The router failed.")
 
 
-PREFILL_TELLS_S = 0.25
+PREFILL_REPORT_S = 0.25
 """Seconds to wait for prefill's own report after decode reports a failed hand-over. Decode often
 detects prefill's death first, but only prefill's failure shows which request may have caused it."""
 
@@ -255,7 +255,7 @@ class AttemptRunner:
         self._taking: Migration | None = None
         """The source of the attempt's KV, if it migrates here."""
         self._prefilling: asyncio.Task[None] | None = None
-        self._hearing: asyncio.Task[None] | None = None
+        self._waiting: asyncio.Task[None] | None = None
         """Waits for prefill's report before decode's counts."""
         self._proved = False
         """Whether decode has computed something."""
@@ -425,16 +425,16 @@ class AttemptRunner:
         self._state.kv_complete(self._number)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
-        unheard = self._prefilling is not None and not self._prefilling.done()
+        runs = self._prefilling is not None and not self._prefilling.done()
         paired = self._run.state is AttemptState.PAIRED
-        if unheard and paired and error.reason is Reason.HANDOVER_FAILED and self._hearing is None:
-            self._hearing = asyncio.create_task(self._hear_prefill(error, choices))
+        if runs and paired and error.reason is Reason.HANDOVER_FAILED and self._waiting is None:
+            self._waiting = asyncio.create_task(self._wait_for_prefill(error, choices))
         else:
             self._decode_failed(error, choices)
 
-    async def _hear_prefill(self, error: BatonError, choices: Collection[int]) -> None:
+    async def _wait_for_prefill(self, error: BatonError, choices: Collection[int]) -> None:
         assert self._prefilling is not None
-        await asyncio.wait([self._prefilling], timeout=PREFILL_TELLS_S)
+        await asyncio.wait([self._prefilling], timeout=PREFILL_REPORT_S)
         self._decode_failed(error, choices)
 
     def _decode_failed(self, error: BatonError, choices: Collection[int]) -> None:
@@ -562,7 +562,7 @@ class AttemptRunner:
             place.decode.client.release(attempt.key, cancel=Phase.DECODE in holders)
         if place.prefill is not None and Phase.PREFILL in holders:
             self._request.services.background(place.prefill.client.cancel(attempt.key))
-        for task in (self._hearing, self._prefilling):
+        for task in (self._waiting, self._prefilling):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -30,7 +30,6 @@ from baton.core.routing.routing import (
     PoolSnapshot,
     is_stalled,
     model_for,
-    models_of,
     replacement_model,
 )
 from baton.router.workers.clients import PrefillClient, TokenizerClient
@@ -108,6 +107,12 @@ class Worker(Generic[C]):
     @property
     def model(self) -> ModelDescription:
         return self.description.model or _NO_MODEL
+
+    def has_tokenizer(self, digest: str) -> bool:
+        """Whether the worker's tokenizer may have this digest; "" and a worker that reports none
+        match any."""
+        own = self.model.tokenizer_digest
+        return not own or digest in ("", own)
 
     def report(self, load: WorkerLoad) -> None:
         """Takes a new report of its load."""
@@ -581,10 +586,6 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def models(self) -> list[ModelDescription]:
-        """Returns the models that live decode workers serve."""
-        return models_of(self.decodes.snapshots())
-
     def model_for(self, request_id: str, name: str) -> ModelDescription | None:
         """Returns the model on which a new request with this model name runs."""
         tokenizers, detokenizers = (
@@ -635,12 +636,7 @@ async def pick_detokenizer(
     give_up = loop.time() + wait_timeout_s
     spare_until = loop.time() + (LEAVES_S if leaves(lost) else 0.0)
     while True:
-        usable = [
-            worker
-            for worker in pool.usable(loop.time())
-            if tokenizer_digest in ("", worker.model.tokenizer_digest)
-            or not worker.model.tokenizer_digest
-        ]
+        usable = [w for w in pool.usable(loop.time()) if w.has_tokenizer(tokenizer_digest)]
         fresh = [w for w in usable if w.identity.instance_id not in passed_over]
         now = loop.time()
         if fresh or (usable and now >= spare_until):

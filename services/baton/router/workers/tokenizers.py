@@ -111,11 +111,6 @@ class _Sent:
             case Lane.GRAMMAR:
                 return inputs < MAX_GRAMMARS
 
-    def add(self, lane: Lane, size: int, one: int) -> None:
-        self.inputs[lane] += one
-        if lane is Lane.SHORT:
-            self.short_bytes += one * size
-
 
 class TokenizerSlot:
     """A tokenizer, with room reserved there until `release`, which is idempotent."""
@@ -241,9 +236,8 @@ class TokenizerQueue:
                 # A cancelled input removes itself and triggers the next turn. An input never
                 # overtakes an earlier one that needs the same tokenizers.
                 continue
-            worker = self._pick(
-                [worker for worker in usable if _fits(worker, wanted.tokenizer_digest)], wanted
-            )
+            fitting = [w for w in usable if w.has_tokenizer(wanted.tokenizer_digest)]
+            worker = self._pick(fitting, wanted)
             if worker is None:
                 full.add(wanted.tokenizer_digest)
                 continue
@@ -257,7 +251,7 @@ class TokenizerQueue:
     ) -> None:
         """Fails inputs whose tokenizers have been missing for too long."""
         digests = {entry.item.tokenizer_digest for entry in queue.heads()}
-        absent = {one for one in digests if not any(_fits(worker, one) for worker in usable)}
+        absent = {one for one in digests if not any(worker.has_tokenizer(one) for worker in usable)}
         for entry in list(queue) if absent else ():
             wanted = entry.item
             late = now >= wanted.give_up and not wanted.future.done()
@@ -288,14 +282,11 @@ class TokenizerQueue:
 
     def _sent_one(self, worker: Worker[TokenizerClient], lane: Lane, size: int, one: int) -> None:
         sent = self._sent.setdefault(worker.identity.instance_id, _Sent())
-        sent.add(lane, size, one)
+        sent.inputs[lane] += one
+        if lane is Lane.SHORT:
+            sent.short_bytes += one * size
         if not any(sent.inputs.values()):
             del self._sent[worker.identity.instance_id]
-
-
-def _fits(worker: Worker[TokenizerClient], tokenizer_digest: str) -> bool:
-    own = worker.model.tokenizer_digest
-    return not own or tokenizer_digest in ("", own)
 
 
 PAUSE_S = 0.1

@@ -247,7 +247,7 @@ class EventWriter:
     async def write_framed(self, events: bytes) -> None:
         """Writes whole events."""
         self._idle = False
-        await self._body(events)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, last: Json | None = None) -> None:
         """Ends the stream with [DONE], or with an error document instead."""
@@ -278,11 +278,8 @@ class EventWriter:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
             if self._idle:
-                await self._body(b": keep-alive\n\n")
+                await self.write_framed(b": keep-alive\n\n")
             self._idle = True
-
-    async def _body(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def in_parallel(*work: Coroutine[Any, Any, None]) -> None:
