@@ -23,8 +23,9 @@ DEMAND = Demand("r", input_tokens=700, choices=1, needs_decode=True)
 POOL = [
     WorkerSnapshot(
         WorkerIdentity("decode", f"d{number}", ""),
-        ModelDescription("m", "d", 10_000, 10, ()),
-        WorkerLoad(WorkerState.SERVING, free_blocks=1000),
+        model=ModelDescription("m", "d", 10_000, 10, ()),
+        load=WorkerLoad(WorkerState.SERVING, free_blocks=1000),
+        block_size=1,
         number=number,
     )
     for number in range(1000)

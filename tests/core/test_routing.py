@@ -31,9 +31,9 @@ def worker(name: str, role: str = "decode", **load: Any) -> WorkerSnapshot:
     given: dict[str, Any] = {"state": WorkerState.SERVING, "free_blocks": 100, **load}
     return WorkerSnapshot(
         WorkerIdentity(role, name, f"{name}:1"),
-        MODEL,
-        WorkerLoad(**given),
-        LAYOUT,
+        layout=LAYOUT,
+        model=MODEL,
+        load=WorkerLoad(**given),
         block_size=16,
     )
 

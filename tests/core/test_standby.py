@@ -26,7 +26,8 @@ DEMAND = Demand("r", input_tokens=700, choices=1, needs_decode=True)
 
 def decode(name: str, *, standby: bool = False) -> WorkerSnapshot:
     model = ModelDescription("m", "d", 10_000, 10, ())
-    return WorkerSnapshot(WorkerIdentity("decode", name, ""), model, SERVING, standby=standby)
+    identity = WorkerIdentity("decode", name, "")
+    return WorkerSnapshot(identity, model=model, load=SERVING, block_size=1, standby=standby)
 
 
 # Busier than what stands by, which would be picked by cost alone.

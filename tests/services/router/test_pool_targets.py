@@ -35,7 +35,12 @@ def worker(
         speed=speed,
     )
     return WorkerSnapshot(
-        WorkerIdentity(role, role, ""), MODEL, told, block_size=16, num_blocks=100, max_sequences=64
+        WorkerIdentity(role, role, ""),
+        model=MODEL,
+        load=told,
+        block_size=16,
+        num_blocks=100,
+        max_sequences=64,
     )
 
 

@@ -185,23 +185,13 @@ class WorkerLoad:
     speed: WorkerSpeed = UNMEASURED
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSnapshot(WorkerDescription):
     """A worker at one moment, with what this router placed on it, because a report is always
     slightly old."""
 
-    identity: WorkerIdentity
     model: ModelDescription
     load: WorkerLoad
-    layout: KvLayout | None = None
-    transports: tuple[str, ...] = ()
-    block_size: int = 1
-    num_blocks: int = 0
-    kv_bytes_per_position: int = 0
-    max_sequences: int = 0
-    """As in WorkerDescription."""
-    standby: bool = False
-    """As in WorkerDescription."""
     number: int = -1
     """Its number in the prefix index; below 0: none."""
     since: float = 0.0

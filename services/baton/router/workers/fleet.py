@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -99,6 +99,14 @@ class Worker(Generic[C]):
     fresh_positions: int = 0
     """Positions that need blocks, of the fresh sequences."""
     _snapshot: WorkerSnapshot | None = None
+    _described: dict[str, Any] = field(init=False)
+    """The fields that every snapshot takes from the description."""
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in fields(self.description)]
+        self._described = {name: getattr(self.description, name) for name in names}
+        self._described["model"] = self.model
+        self._described["block_size"] = max(1, self.description.block_size)
 
     @property
     def identity(self) -> WorkerIdentity:
@@ -154,18 +162,9 @@ class Worker(Generic[C]):
         return self._snapshot
 
     def _look(self, load: WorkerLoad) -> WorkerSnapshot:
-        description = self.description
         return WorkerSnapshot(
-            identity=self.identity,
-            model=self.model,
+            **self._described,
             load=load,
-            layout=description.layout,
-            transports=description.transports,
-            block_size=max(1, description.block_size),
-            num_blocks=description.num_blocks,
-            kv_bytes_per_position=description.kv_bytes_per_position,
-            max_sequences=description.max_sequences,
-            standby=description.standby,
             number=self.number,
             since=self.since,
             placed_sequences=self.placed_sequences,
