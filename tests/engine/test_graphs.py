@@ -14,10 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
+from baton.engine.attention.interface import ForwardPass
 from baton.engine.config import EngineConfig
-from baton.engine.graphs import DecodeGraphs, Record, batch_sizes, cuda_recorder
+from baton.engine.graphs import (
+    DecodeGraphs,
+    NotRecordable,
+    Record,
+    batch_sizes,
+    cuda_recorder,
+    refusing_host_waits,
+)
 from baton.engine.loader import run_network
 from baton.engine.runner import TorchRunner
 from tests.engine.devices import CUDA, INTERPRETER
@@ -168,7 +178,82 @@ def test_a_network_that_cannot_be_recorded_runs_as_usual(
 
     monkeypatch.setattr("baton.engine.runner.cuda_recorder", refuse)
     monkeypatch.setattr(runner, "_graphs", None)
-    runner._record(2)
+    with torch.inference_mode():
+        runner._record(2)
     assert runner._graphs is None
     assert "without CUDA graphs: operation not permitted when stream is capturing" in caplog.text
     assert len(generate(runner, random_prompts((3,), 1000), scattered(1, 2), 2)[0]) == 2
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0+cu130"))
+    with (
+        torch.inference_mode(),
+        pytest.raises(InvalidArgument, match=r"torch 2.11.0\+cu130 cannot go on") as raised,
+    ):
+        runner._record(2)
+    assert raised.value.field == "graphs"
+
+
+def _choose(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if bool(x.sum() > 0) else x
+
+
+WAITING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "a branch": (_choose, "aten::_local_scalar_dense"),
+    "a number": (lambda x: torch.arange(int(x.max())), "aten::_local_scalar_dense"),
+    "places": (lambda x: torch.where(x > 1), "aten::nonzero"),
+    "a mask": (lambda x: x[x > 1], "aten::index"),
+    "rows of a mask": (lambda x: x.index_put_((x > 1,), x), "aten::index_put_"),
+    "kinds": (torch.unique, "aten::_unique2"),
+    "classes": (lambda x: nn.functional.one_hot(x.long()), "aten::_local_scalar_dense"),
+    "comparison": (lambda x: torch.equal(x, x), "aten::equal"),
+    "repeats": (lambda x: torch.repeat_interleave(x, x.long()), "aten::repeat_interleave"),
+    "another device": (lambda x: x.to("meta"), "aten::_to_copy"),
+}
+"""What makes a host wait, and the operator that is named."""
+
+PLAIN: dict[str, Callable[[torch.Tensor], object]] = {
+    "products": lambda x: nn.functional.linear(x[:, None], x[:, None]) @ x + x,
+    "places": lambda x: x[x.long()].index_put_((x.long(),), x),
+    "a number in a mask": lambda x: x.clone().__setitem__(x > 1, 0.0),
+    "a choice": lambda x: torch.where(x > 1, x, 0).masked_fill(x > 2, 1.0),
+    "order": lambda x: (torch.topk(x, 2), x.sort(), x.cumsum(0), x.argmax()),
+    "one device": lambda x: x.to("cpu").to(torch.bfloat16).float(),
+    "repeats": lambda x: torch.repeat_interleave(x, x.long(), output_size=15),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", WAITING)
+def test_what_makes_the_host_wait_is_refused_by_name(name: str, *, inference: bool) -> None:
+    run, operator = WAITING[name]
+    with (
+        torch.inference_mode(inference),
+        pytest.raises(NotRecordable, match=operator),
+        refusing_host_waits(),
+    ):
+        run(torch.arange(6.0))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_waits_for_nothing_is_not_refused(name: str, *, inference: bool) -> None:
+    with torch.inference_mode(inference), refusing_host_waits():
+        PLAIN[name](torch.arange(6.0))
+
+
+def test_a_network_that_waits_is_refused_before_anything_is_recorded() -> None:
+    recordings: list[Callable[[], None]] = []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        recordings.append(run)
+        return run
+
+    def forward(inputs: ForwardPass) -> torch.Tensor:
+        return _choose(inputs.positions.float()[0])[:, None].expand(-1, 8)
+
+    def fill(plan: StepPlan, rows: int) -> ForwardPass:
+        numbers = torch.zeros(1, rows, dtype=torch.int64)
+        return ForwardPass(numbers, numbers, numbers[0], None)
+
+    with pytest.raises(NotRecordable, match="makes the host wait"):
+        DecodeGraphs(forward, fill, torch.empty(2, 8), record)
+    assert not recordings

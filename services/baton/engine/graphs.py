@@ -8,9 +8,12 @@ that belongs to nobody. All else, prompts above all, runs as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.core.scheduler.plan import StepPlan
 from baton.engine.attention.interface import Fill, ForwardPass
@@ -22,6 +25,66 @@ Forward = Callable[[ForwardPass], torch.Tensor]
 
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs what it is given once or more, and returns how to run it again on the same memory."""
+
+
+class NotRecordable(RuntimeError):
+    """A step makes the host wait for the device, which no recording may contain; names the
+    operator."""
+
+
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Operators that are tagged for what only some of their arguments make them do.
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+_REPEATING = ("aten::repeat_interleave",)
+
+
+class _HostWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
+    """Raises NotRecordable at the first operator for which the host waits."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        # What is made of other operators reaches this method whole where there is no autograd.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if _waits(func, args, kwargs):
+            raise NotRecordable(f"{func.name()} makes the host wait for the device")
+        return func(*args, **kwargs)
+
+
+def _waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = func.name().partition(".")[0]
+    if name in _INDEXING:
+        # A mask is turned into places, whose number the host needs; writing one number everywhere
+        # in it is not.
+        masked = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        return masked and (name == "aten::index" or args[2].numel() > 1)
+    if name in _REPEATING:
+        return kwargs.get("output_size") is None
+    if name == "aten::copy_":
+        return bool(args[0].device != args[1].device)
+    if name == "aten::_to_copy":
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type != args[0].device.type
+    return not _WAITS.isdisjoint(func.tags)
+
+
+@contextmanager
+def refusing_host_waits() -> Iterator[None]:
+    """Raises NotRecordable at the first operator inside for which the host would wait for the
+    device: one that reads a value, makes a tensor whose size depends on values, or copies between
+    host and device. It shows on every device, but for copies; Triton's kernels wait for nothing
+    and are not looked at.
+    """
+    with _HostWaits():  # type: ignore[no-untyped-call]  # torch's class is untyped
+        yield
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -63,12 +126,19 @@ class DecodeGraphs:
         record: Record,
     ):
         """logits: [max_rows, vocab], as the network makes them. Records every size, the largest
-        first, so that the smaller ones fit into its memory. Raises RuntimeError for a network that
-        cannot be recorded, because it looks at values on the way.
+        first, so that the smaller ones fit into its memory.
+
+        Raises NotRecordable, with nothing recorded, for a network that looks at values on the way;
+        RuntimeError where recording fails for another reason.
         """
         self._fill = fill
         self._logits = logits
         self._sizes = batch_sizes(len(logits))
+        # A recording that fails may leave torch's allocator unusable, so what would make it fail
+        # is found first. Code may choose by the number of rows.
+        with refusing_host_waits():
+            for rows in {self._sizes[0], self._sizes[-1]}:
+                self._step(forward, rows)()
         self._replays = {rows: record(self._step(forward, rows)) for rows in reversed(self._sizes)}
 
     def fits(self, plan: StepPlan) -> bool:

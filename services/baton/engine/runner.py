@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from baton.core.errors import Internal
+from baton.core.errors import Internal, InvalidArgument
 from baton.core.handover.leaf_hash import WORD_BYTES
 from baton.core.kvcache.block_pool import Extents, blocks_for
 from baton.core.request.model import ModelDescription
@@ -26,7 +26,7 @@ from baton.engine.exact import NotExact, confine, cuts
 from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
 from baton.engine.fused.decoder import Decoder, PlainOperators, take_layers
 from baton.engine.fused.recipe import NotCovered, read_recipe
-from baton.engine.graphs import DecodeGraphs, cuda_recorder
+from baton.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
 from baton.engine.kv.cache import KvMemory, is_lossless
 from baton.engine.kv.extents import Moved, check_plan
 from baton.engine.kv.staging import DeviceStaging
@@ -264,7 +264,10 @@ class TorchRunner:
             self._backend.forget(table)
 
     def _record(self, max_rows: int) -> None:
-        """Records decode steps where the backend can; a network that cannot runs as usual."""
+        """Records decode steps where the backend can; a network that cannot runs as usual.
+
+        Raises InvalidArgument where recording failed in a torch that cannot go on after it.
+        """
         fill = self._backend.decode_buffers(max_rows)
         if fill is None:
             return
@@ -277,7 +280,15 @@ class TorchRunner:
                 partial(run_network, self._network), fill, logits, cuda_recorder()
             )
         except RuntimeError as error:
-            log.warning("decode runs without CUDA graphs: %s", str(error).splitlines()[0])
+            reason = str(error).splitlines()[0]
+            # pytorch#180395: before, the allocator believed for ever that a recording was going on.
+            if not isinstance(error, NotRecordable) and torch.__version__ < "2.13":
+                raise InvalidArgument(
+                    f"recording CUDA graphs failed ({reason}), after which torch "
+                    f"{torch.__version__} cannot go on: switch them off, or use torch 2.13",
+                    field="graphs",
+                ) from error
+            log.warning("decode runs without CUDA graphs: %s", reason)
 
     def _padded(self, inputs: ForwardPass) -> ForwardPass:
         """With as many rows as all layers compute as they are, so that none of them has to pad."""
