@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -19,16 +19,13 @@ from baton.core.request.model import KvLayout
 from baton.engine.config import MIB
 from baton.transfer import nixl
 from baton.transfer.kv_chunk import POLY, XXH3
-from baton.worker.options import WorkerOptions
+from baton.worker.staging import BUFFER_BYTES, NUM_BUFFERS
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.kv_moves import NO_DIGEST, run_moves
 from baton_loadtest.bench.kv_overlap import run_overlap
 from baton_loadtest.bench.options import engine, option, values
 from baton_loadtest.launch import call, cores, pinned
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
-
-RING = {field.name: field.default for field in fields(WorkerOptions)}
-"""A worker's default options."""
 
 PLOTS = True
 OPTIONS = (
@@ -43,8 +40,8 @@ OPTIONS = (
     option("--prompt-tokens", 4096),
     option("--chunks", (512, 256)),
     option("--rounds", 3, "prompts of each chunk size"),
-    option("--slots", RING["slots"], "buffers of a ring", type=int, metavar="N"),
-    option("--slot-mib", RING["slot_mib"], type=int, metavar="MIB"),
+    option("--buffers", NUM_BUFFERS, "staging buffers of each side"),
+    option("--buffer-mib", BUFFER_BYTES // MIB, "size of one"),
 )
 
 DEADLINE_S = 300.0
@@ -79,8 +76,8 @@ def measure(args: argparse.Namespace) -> Report:
         value_size=size,
     )
     rings = {
-        "num_buffers": args.slots,
-        "buffer_bytes": args.slot_mib * MIB,
+        "num_buffers": args.buffers,
+        "buffer_bytes": args.buffer_mib * MIB,
         "sender_core": sender_core,
     }
 
@@ -90,8 +87,8 @@ def measure(args: argparse.Namespace) -> Report:
         return found
 
     results = [
-        Result("buffers of each ring", args.slots, ""),
-        Result("size of a buffer", args.slot_mib, "MiB"),
+        Result("buffers of each side", args.buffers, ""),
+        Result("size of a buffer", args.buffer_mib, "MiB"),
     ]
     if own_core is not None and sender_core is not None:
         results[:0] = [

@@ -74,8 +74,8 @@ class TorchRunner:
         self.num_blocks = self.memory.num_blocks
         self.block_size = self.memory.block_size
         self.num_swap_blocks = swap_memory.num_blocks
-        on_gpu = self.memory.device.type == "cuda"
-        self.depth = 2 if on_gpu else 1
+        self.on_device = self.memory.device.type == "cuda"
+        self.depth = 2 if self.on_device else 1
         self.copies_beside_steps = True
         self.not_exact_because = "exact mode is off"
         """Why a row's logits are not bit-equal whatever else is in the batch, however it is cut,
@@ -167,13 +167,12 @@ class TorchRunner:
         return moved.applied_to(step.result())
 
     def staging_memory(self, num_bytes: int) -> StagingMemory | None:
-        device = self.memory.device
         # The device's digest is of whole words.
         whole = self.layout.bytes_per_position % WORD_BYTES == 0
-        return DeviceStaging(device, num_bytes) if device.type == "cuda" and whole else None
+        return DeviceStaging(self.memory.device, num_bytes) if self.on_device and whole else None
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
-        return pin(address, num_bytes) if self.memory.device.type == "cuda" else lambda: None
+        return pin(address, num_bytes) if self.on_device else lambda: None
 
     @torch.inference_mode()
     def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
@@ -226,7 +225,7 @@ class TorchRunner:
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch
-        on_gpu = self.memory.device.type == "cuda"
+        on_gpu = self.on_device
         if self._network is not own:
             try:
                 check.parity()

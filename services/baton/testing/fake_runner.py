@@ -216,6 +216,10 @@ class FakeRunner:
             self._run_oldest()
         return self._done.popleft()
 
+    @property
+    def on_device(self) -> bool:
+        return False
+
     def staging_memory(self, num_bytes: int) -> StagingMemory | None:
         return None
 

@@ -198,7 +198,7 @@ def check_buffer_bytes(buffer_bytes: int, layout: KvLayout) -> None:
     if positions_per_kv_chunk(buffer_bytes, layout) == 0:
         raise InvalidArgument(
             f"a buffer must hold one position, {layout.bytes_per_position} bytes and a header",
-            field="slot_mib",
+            field="staging_mib",
         )
 
 

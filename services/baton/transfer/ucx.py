@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from baton.core.errors import InvalidArgument
 from baton.transfer.kv_chunk import POLY, XXH3
@@ -145,6 +146,19 @@ def choose(
             field=field,
         )
     return Ucx(network, names, tuple(devices))
+
+
+def gpudirect(ucx: Ucx, root: Path = Path("/")) -> bool:
+    """Whether a GPU's memory can be read from where KV goes: always on this machine; from another
+    one by an RDMA card, for which the kernel needs nvidia_peermem or NVIDIA's open modules. What
+    this finds, the self-test proves for this machine only."""
+    if ucx.network is KvNetwork.LOCAL:
+        return True
+    version = root / "proc/driver/nvidia/version"
+    is_open = version.is_file() and "Open Kernel Module" in version.read_text()
+    return any((root / "sys/class/infiniband").glob("*")) and (
+        is_open or (root / "sys/module/nvidia_peermem").exists()
+    )
 
 
 def inherited() -> str | None:

@@ -19,7 +19,14 @@ class WorkerOptions(ServingOptions):
     """Model, memory and KV transport of one worker, and how it is served."""
 
     REMOVED: ClassVar = ServingOptions.REMOVED | {
-        *("vllm_aliases", "max_waiting", "probe_interval_s", "handover_timeout_s")
+        *(
+            "vllm_aliases",
+            "max_waiting",
+            "probe_interval_s",
+            "handover_timeout_s",
+            "slots",
+            "slot_mib",
+        )
     }
 
     dtype: str = option(
@@ -91,10 +98,16 @@ class WorkerOptions(ServingOptions):
     ucx_devices: tuple[str, ...] = option(
         (), "network devices UCX may use, as UCX_NET_DEVICES names them; empty: all"
     )
-    slots: int = option(
-        16, "buffers of the ring that KV chunks pass through", minimum=2, maximum=4096
+    kv_staging: str = option(
+        "auto",
+        "where the buffers lie that KV passes on its way; device: in the GPU's memory; auto: "
+        "there, if the network can read it (GPUDirect, or the same machine), else in the host's",
+        choices=("auto", "host", "device"),
     )
-    slot_mib: int = option(4, "size of a buffer", unit="MiB", minimum=1, maximum=16)
+    staging_mib: int = option(
+        0, "memory of these buffers; 0: 64 where KV is kept in the host, 512 on a GPU", unit="MiB",
+        minimum=0, maximum=65536,
+    )  # fmt: skip
     standby: bool = option(
         False,
         "stand by with everything loaded: routers give it work only while another worker of its "

@@ -32,7 +32,6 @@ from baton.core.scheduler.loop import EngineLoop
 from baton.core.scheduler.plan import ModelRunner
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.config import MIB
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.thread import EngineThread
 from baton.grammar.book import GrammarBook
@@ -49,7 +48,7 @@ from baton.rpc.server import ProcessServer, Service
 from baton.rpc.tracing import Tracer
 from baton.rpc.worker import worker_service
 from baton.transfer.sender import KvSender
-from baton.transfer.staging import NO_FAULTS, Faults, HostMemory
+from baton.transfer.staging import NO_FAULTS, Faults
 from baton.transfer.stats import HandoverStats
 from baton.transfer.transports import Staging
 from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
@@ -58,8 +57,8 @@ from baton.worker.engine import OpenRunner, open_runner
 from baton.worker.hardware import Settled, settled
 from baton.worker.options import WorkerOptions
 from baton.worker.report import WorkerReport, count_step, describe, export_handovers
-from baton.worker.self_test import KvSelfTest
 from baton.worker.service import AttemptService
+from baton.worker.staging import open_staging
 
 
 def ucx_of(options: WorkerOptions) -> Ucx:
@@ -214,24 +213,14 @@ async def _run_settled(
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
         probes.startup.enter("ring")
-        staging = await Staging.open(
-            instance_id,
-            transport=options.transport,
-            num_buffers=options.slots,
-            buffer_bytes=options.slot_mib * MIB,
-            ucx=ucx,
-            faults=faults,
-        )
-        ends.push_async_callback(staging.close)
-        ring = staging.ring
-        if isinstance(memory := ring.memory, HostMemory):
-            ends.callback(runner.share(memory.fd, memory.address, memory.num_bytes))
         identity = WorkerIdentity(role, instance_id, address)
+        stats = HandoverStats()
+        staging, self_test = await open_staging(
+            options, ucx, engine, runner, identity, stats, ends,
+            probe_interval_s=PROBE_INTERVAL_S, faults=faults,
+        )  # fmt: skip
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
-        stats = HandoverStats()
-        self_test = KvSelfTest(engine, runner, staging, identity, stats, PROBE_INTERVAL_S)
-        await self_test.prove()
         given = stats if side == "sender" else HandoverStats()
         sender = KvSender(identity, runner.layout, staging, stats=given)
         service, served = make_service(

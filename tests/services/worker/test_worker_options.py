@@ -36,6 +36,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "swap_disk_mib": (9, "swap_disk_bytes", 9 * MIB),
     "swap_folder": ("/swap", "swap_folder", "/swap"),
     "graphs": (False, "graphs", False),
+    "decoder": ("transformers", "decoder", "transformers"),
     "kv_wire_dtype": ("fp8", "kv_wire_dtype", "fp8"),
 }
 

@@ -49,7 +49,7 @@ async def hand_over(prefill: Process, decode: Process, end: RouterEnd, seed: int
 async def exhausted(folder: Path, drain_timeout_s: int) -> AsyncIterator[Worn]:
     """Over TCP: a frozen process answers no read. One buffer of two is more than a quarter."""
     freeze, module = folder / "freeze", "tests.services.worker.freezing_decode"
-    flags = (*NIXL, "--slots", "2", "--drain-timeout-s", str(drain_timeout_s))
+    flags = (*NIXL, "--staging-mib", "8", "--drain-timeout-s", str(drain_timeout_s))
     async with worker("baton.prefill", folder, *NIXL, environment=TCP) as prefill:
         variables = {**TCP, "SENDER": str(prefill.process.pid), "FREEZE": str(freeze)}
         async with worker(module, folder, *flags, environment=variables) as decode:

@@ -251,10 +251,14 @@ class ModelRunner(Protocol):
         that no step in flight writes (pack) or reads (unpack). They return when the copy is done,
         on a GPU too."""
 
+    @property
+    def on_device(self) -> bool:
+        """Whether KV is kept in a device's memory, and not in the host's."""
+
     def staging_memory(self, num_bytes: int) -> StagingMemory | None:
         """Memory of the runner's device, from and to which KV is copied without passing the host;
-        the caller closes it. None where the device is the host. Raises Unavailable when there is
-        none left."""
+        the caller closes it. None where there is none: KV is kept in the host, or a position's
+        is not a whole number of words. Raises Unavailable when none is left."""
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         """Prepares for payloads that lie in this memory of the host, which the process has mapped

@@ -120,7 +120,7 @@ class RankedRunner:
         self.block_size = block_size
         self.num_swap_blocks = 0, 0
         self.depth = 1
-        self.copies_beside_steps = False
+        self.copies_beside_steps = self.on_device = False
         """Ranks do one thing at a time."""
         self.not_exact_because = opened.not_exact_because
         self._results: deque[StepResult] = deque()
