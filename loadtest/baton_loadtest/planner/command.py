@@ -18,6 +18,8 @@ from baton.core.request.model import KvLayout
 from baton.core.routing.load import WorkerSpeed
 from baton.core.scheduler.policy import SchedulerPolicy
 from baton.engine.config import MIB, EngineConfig, configure_threads
+from baton.engine.memory import MemoryPlan
+from baton.worker.hardware import GPU_SHARE, sizes
 from baton_loadtest import report
 from baton_loadtest.planner.curves import (
     GB,
@@ -88,12 +90,13 @@ def add_fleet_parser(kinds: Any) -> None:
     worker = parser.add_argument_group("a worker's settings")
     add = worker.add_argument
     add(
-        "--memory-share", type=float, default=_ENGINE.memory_share, metavar="S",
+        "--memory-share", type=float, default=GPU_SHARE, metavar="S",
         help="of the device's memory that it may take (default %(default)s)",
     )  # fmt: skip
     add(
-        "--step-tokens", type=int, default=_ENGINE.max_step_tokens, metavar="N",
-        help="most prompt tokens of a step (default %(default)s)",
+        "--step-tokens", type=int, metavar="N",
+        help="most prompt tokens of a step of prefill (default: as the worker, by its GPU and the "
+        "model)",
     )  # fmt: skip
     add(
         "--sequences", type=int, default=SchedulerPolicy().max_sequences, metavar="N",
@@ -182,7 +185,8 @@ def check(args: argparse.Namespace) -> None:
     if args.gpu_price is not None:
         _positive(args.gpu_price, "gpu_price")
     for field in ("step_tokens", "sequences"):
-        if getattr(args, field) < 1:
+        value = getattr(args, field)
+        if value is not None and value < 1:
             raise InvalidArgument("must be at least 1", field=field)
 
 
@@ -372,15 +376,18 @@ def _basis(args: argparse.Namespace) -> Basis:
             "prefill and decode workers",
             field="gpu",
         )
-    facts, layout, positions = _model(args, gpu, measured)
+    facts, layout, memory = _model(args, gpu, measured)
     _check_same(layout, measured)
     prefill: PrefillCurve
     decode: DecodeCurve
     if prefill_speed is not None:
         prefill = MeasuredPrefill(prefill_speed)
     else:
-        prefill = PrefillRoofline(facts, _roofed(gpu, facts), efficiency, args.step_tokens)
-    room = KvRoom(positions, args.sequences)
+        roofed = _roofed(gpu, facts)
+        by_device = sizes("prefill", int(roofed.memory), memory.weights_bytes)
+        tokens = args.step_tokens or by_device.step_tokens
+        prefill = PrefillRoofline(facts, roofed, efficiency, tokens)
+    room = KvRoom(memory.num_positions, args.sequences)
     if decode_speed is not None:
         decode, room = MeasuredDecode(decode_speed), _room(measured, args.sequences)
     else:
@@ -399,9 +406,9 @@ def _basis(args: argparse.Namespace) -> Basis:
 
 def _model(
     args: argparse.Namespace, gpu: Gpu | None, measured: Sequence[MeasuredSpeed]
-) -> tuple[ModelFacts, KvLayout, int]:
-    """Also returns the number of positions whose KV a worker on this GPU holds. Without a GPU, the
-    dtype is the one that workers report, if it is one of weights."""
+) -> tuple[ModelFacts, KvLayout, MemoryPlan]:
+    """Also returns how a decode worker on this GPU uses its memory. Without a GPU, the dtype is the
+    one that workers report, if it is one of weights."""
     dtype = args.dtype
     for one in measured:
         if gpu is None and dtype == "auto" and one.description.layout is not None:
@@ -413,7 +420,7 @@ def _model(
         kv_memory_bytes=0,
         memory_share=args.memory_share,
         max_batch=args.sequences,
-        max_step_tokens=args.step_tokens + args.sequences,
+        max_step_tokens=_ENGINE.max_step_tokens + args.sequences,
     )
     if "torch" not in sys.modules:
         configure_threads()
@@ -422,7 +429,7 @@ def _model(
     except ImportError as error:
         raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
     found = read(config, int(gpu.memory) if gpu else _MORE_THAN_ANY)
-    return found.facts, found.layout, found.memory.num_positions
+    return found.facts, found.layout, found.memory
 
 
 def _roofed(gpu: Gpu | None, facts: ModelFacts) -> Gpu:
