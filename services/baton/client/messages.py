@@ -23,7 +23,7 @@ from baton.core.request.request import (
     ToolCallDelta,
     ToolChoice,
 )
-from baton.rpc.convert import finish_reason_from_proto, message_to_proto, tool_to_proto
+from baton.rpc.convert import finish_reason_from_proto, message_to_proto, parsed, tool_to_proto
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import tokenizer_pb2
 
@@ -154,23 +154,11 @@ def event_from_proto(message: pb.GenerationEvent) -> Event | None:
         case "delta":
             return _delta(message.delta)
         case "accepted":
-            accepted = message.accepted
-            return Accepted(
-                request_id=accepted.request_id,
-                model=accepted.model,
-                prompt_tokens=accepted.prompt_tokens,
-                seed=accepted.seed,
-                prompt_token_ids=tuple(accepted.prompt_token_ids),
-            )
+            return parsed(Accepted, message.accepted)
         case "finished":
             finished = message.finished
-            return Finished(
-                prompt_tokens=finished.prompt_tokens,
-                completion_tokens=finished.completion_tokens,
-                cached_tokens=finished.cached_tokens,
-                stages=_stages(finished.stages) if finished.HasField("stages") else None,
-                reasoning_tokens=finished.reasoning_tokens,
-            )
+            stages = _stages(finished.stages) if finished.HasField("stages") else None
+            return parsed(Finished, finished, stages=stages)
         case _:
             return None
 
@@ -188,10 +176,7 @@ def _delta(message: pb.ChoiceDelta) -> Delta:
         stop_string=message.stop_string if message.HasField("stop_string") else None,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         reasoning=message.reasoning,
-        tool_calls=tuple(
-            ToolCallDelta(call.index, call.id, call.name, call.arguments)
-            for call in message.tool_calls
-        ),
+        tool_calls=tuple(parsed(ToolCallDelta, call) for call in message.tool_calls),
     )
 
 
@@ -202,15 +187,9 @@ def _logprob(message: pb.TextLogprob) -> TextLogprob:
 def _stages(message: pb.StageTimes) -> StageTimes:
     """Converts stage times. Instance ids are the short ones."""
     times = (*StageTimes().spent(), "first_token", "total")
-    return StageTimes(
+    return parsed(
+        StageTimes,
+        message,
         **{f"{name}_s": getattr(message, f"{name}_us") / 1e6 for name in times},
-        prefill_cached_tokens=message.prefill_cached_tokens,
-        decode_cached_tokens=message.decode_cached_tokens,
-        kv_bytes=message.kv_bytes,
-        attempts=message.attempts,
-        moves=message.moves,
-        workers=tuple(
-            WorkerIdentity(worker.role, worker.instance_id, worker.address)
-            for worker in message.workers
-        ),
+        workers=tuple(parsed(WorkerIdentity, worker) for worker in message.workers),
     )

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.core.errors import BatonError, Cancelled, DeadlineExceeded, InvalidArgument, Overloaded
 from baton.detokenizer.vocabulary import Vocabulary
@@ -106,23 +105,6 @@ def _borders(text: str) -> list[int]:
     return borders
 
 
-class Spelling(Protocol):
-    """The bytes of token ids. `baton.detokenizer.vocabulary` implements it."""
-
-    @property
-    def replaces_each_byte(self) -> bool: ...
-
-    def is_special(self, token_id: int) -> bool: ...
-
-    def ids_of(self, texts: Iterable[str]) -> frozenset[int]: ...
-
-    def has(self, token_id: int) -> bool: ...
-
-    def first(self, token_id: int) -> bytes: ...
-
-    def middle(self, token_id: int) -> bytes: ...
-
-
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeDecodeError):
         raise error
@@ -148,7 +130,7 @@ class IncrementalText:
 
     def __init__(
         self,
-        spelling: Spelling,
+        spelling: Vocabulary,
         *,
         skip_special_tokens: bool = True,
         kept_special_tokens: Iterable[str] = (),
@@ -230,7 +212,7 @@ class StreamedText:
     """The text of one choice while its tokens arrive. The constructor raises InvalidArgument
     (`stop_strings`) for invalid stop strings."""
 
-    def __init__(self, spelling: Spelling, options: DetokenizeOptions) -> None:
+    def __init__(self, spelling: Vocabulary, options: DetokenizeOptions) -> None:
         self._incremental = IncrementalText(
             spelling,
             skip_special_tokens=options.skip_special_tokens,

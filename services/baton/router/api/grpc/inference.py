@@ -31,9 +31,11 @@ from baton.router.api.translation import ANY_OBJECT, choice
 from baton.router.request.pipeline import Pipeline
 from baton.rpc.calls import WriteTimeout
 from baton.rpc.convert import (
+    filled,
     finish_reason_to_proto,
     messages_from_proto,
     model_to_proto,
+    parsed,
     sampling_from_proto,
     tools_from_proto,
 )
@@ -175,19 +177,15 @@ def _tool_choice(message: pb.ToolChoice) -> ToolChoice:
 def _request(
     model: str, prompt: Prompt, options: pb.GenerationOptions, deadline_s: float | None
 ) -> Request:
-    sampling, stop = options.sampling, options.stop
-    return Request(
+    sampling = options.sampling
+    return parsed(
+        Request,
+        options.stop,
         prompt=prompt,
         model=model,
         n=options.n if options.HasField("n") else 1,
         sampling=sampling_from_proto(sampling, "options.sampling"),
         seed=sampling.seed if sampling.HasField("seed") else None,
-        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-        min_tokens=stop.min_tokens,
-        stop_token_ids=tuple(stop.stop_token_ids),
-        stop_strings=tuple(stop.stop_strings),
-        include_stop_string=stop.include_stop_string,
-        ignore_eos=stop.ignore_eos,
         return_token_ids=options.return_token_ids,
         skip_special_tokens=not options.keep_special_tokens,
         priority=options.priority,
@@ -216,25 +214,10 @@ def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bo
         case Delta():
             _put_delta(event, message.delta, return_token_ids)
         case Accepted():
-            message.accepted.CopyFrom(
-                pb.RequestAccepted(
-                    request_id=event.request_id,
-                    model=event.model,
-                    prompt_tokens=event.prompt_tokens,
-                    seed=event.seed,
-                    prompt_token_ids=event.prompt_token_ids,
-                )
-            )
+            message.accepted.CopyFrom(filled(pb.RequestAccepted, event))
         case Finished():
-            message.finished.CopyFrom(
-                pb.RequestFinished(
-                    prompt_tokens=event.prompt_tokens,
-                    completion_tokens=event.completion_tokens,
-                    cached_tokens=event.cached_tokens,
-                    stages=_stages_to_proto(event.stages) if event.stages else None,
-                    reasoning_tokens=event.reasoning_tokens,
-                )
-            )
+            stages = _stages_to_proto(event.stages) if event.stages else None
+            message.finished.CopyFrom(filled(pb.RequestFinished, event, stages=stages))
 
 
 def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) -> None:
@@ -251,9 +234,7 @@ def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) ->
     if delta.reasoning:
         message.reasoning = delta.reasoning
     for call in delta.tool_calls:
-        message.tool_calls.add(
-            index=call.index, id=call.id, name=call.name, arguments=call.arguments
-        )
+        message.tool_calls.append(filled(pb.ToolCallDelta, call))
     if delta.finish_reason is not None:
         message.finish_reason = finish_reason_to_proto(delta.finish_reason)
     if delta.stop_string is not None:
@@ -264,15 +245,12 @@ def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) ->
 
 def _stages_to_proto(times: StageTimes) -> pb.StageTimes:
     spent = {f"{stage}_us": round(seconds * 1e6) for stage, seconds in times.spent().items()}
-    return pb.StageTimes(
+    return filled(
+        pb.StageTimes,
+        times,
         **spent,
         first_token_us=round(times.first_token_s * 1e6),
         total_us=round(times.total_s * 1e6),
-        prefill_cached_tokens=times.prefill_cached_tokens,
-        decode_cached_tokens=times.decode_cached_tokens,
-        kv_bytes=times.kv_bytes,
-        attempts=times.attempts,
-        moves=times.moves,
         workers=[
             pb.ServingWorker(role=worker.role, instance_id=worker.short, address=worker.address)
             for worker in times.workers
