@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
+from baton.engine.fused import kernels as fused
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLOAT32 = {"tops", "totals", "outputs"}
@@ -34,6 +35,15 @@ _OF_MODEL = {
     "source_keys",
     "source_values",
     "wire",
+    "hidden",
+    "delta",
+    "weight",
+    "output",
+    "merged",
+    "query_norm",
+    "key_norm",
+    "cosines",
+    "sines",
 }
 
 
@@ -44,7 +54,7 @@ def _type(name: str, dtype: str) -> str:
         return "*fp32"
     if name in _INT64:
         return "*i64"
-    if name == "scale":
+    if name in ("scale", "epsilon"):
         return "fp32"
     return "i32" if name == "count" or name.endswith("_stride") else "*i32"
 
@@ -85,6 +95,28 @@ def stack(cubin: bytes) -> int:
     return int(found[1])
 
 
+def _fused(head_size: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]]:
+    """The fused decoder's kernels, of a large model; heads turn in whole and in part."""
+
+    def warps(count: int) -> shapes.TileShape:
+        return shapes.TileShape(rows=fused.ROWS, keys=0, warps=count, stages=3)
+
+    wide = 8192
+    heads = {"QUERIES": 32, "KV_HEADS": 8, "ROWS": fused.ROWS, "NORMS": True, "WIDE_SCALE": False}
+    found = {
+        "add and norm": (
+            fused._add_norm,
+            warps(fused.norm_warps(wide)),
+            {"SIZE": wide, "PADDED": wide, "ADDS": True, "WIDE_SCALE": False},
+        ),
+        "gate": (fused._gate, warps(4), {"SIZE": 3 * wide, "ELEMENTS": fused.ELEMENTS}),
+    }
+    for name, rotated in (("place", head_size), ("place in part", head_size // 2)):
+        constants = fused.head_constants(head_size, rotated)
+        found[name] = fused._place, warps(fused.WARPS), {**heads, **constants}
+    return found
+
+
 def main(arguments: list[str]) -> None:
     capability, shared_bytes = int(arguments[0]), int(arguments[1])
     dtype, per_head = arguments[2], int(arguments[3])
@@ -99,6 +131,7 @@ def main(arguments: list[str]) -> None:
         "write": (copies._write, small, {}),
         "pack": (copies._wire, small, {"PACKING": True}),
         "unpack": (copies._wire, small, {"PACKING": False}),
+        **_fused(key_size),
     }
     report = {}
     for name, (kernel, shape, own) in kernels.items():

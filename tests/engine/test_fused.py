@@ -34,7 +34,6 @@ COVERED = (
     "smollm3",
     "seed_oss",
 )
-LENGTHS = (1, 40, 25)
 LATE = 700
 """A position behind the original lengths of scaled rotary embeddings below."""
 ORIGINAL = {"original_max_position_embeddings": 512, "rope_theta": 10000.0}
@@ -51,41 +50,44 @@ ROPES = {
 }
 
 
-def opened(folder: Path, **settings: Any) -> tuple[LoadedModel, Any, Any]:
+def opened(folder: Path, *, device: str = "cpu", **settings: Any) -> tuple[LoadedModel, Any, Any]:
     """A wired model, its shape of attention and a backend for it."""
-    config = EngineConfig(str(folder), device="cpu", exact=False, **settings)
+    config = EngineConfig(str(folder), device=device, exact=False, **settings)
     loaded = load(config)
     wire(loaded.network)
     shape = probe_attention(loaded)
     return loaded, shape, open_backend(config, loaded, shape, 300)
 
 
-def steps(shift: int) -> list[StepPlan]:
-    """Three sequences: whole prompts, then tokens beside a chunk. shift: where one of them goes
-    on, the positions before it having no KV but zeros."""
+def steps(lengths: tuple[int, int, int], late: int) -> list[StepPlan]:
+    """Three sequences: whole prompts, then tokens beside a chunk. late: where one of them goes on,
+    the positions before it having no KV but zeros."""
     row = SampleRow(0, 0, 0, GREEDY)
     tables = scattered(3, 64)
-    prompts = random_prompts(LENGTHS, VOCAB)
-    starts = (0, 0, shift)
-    first = tuple(
-        Chunk(i, prompt, start, table, (row,))
-        for i, (prompt, start, table) in enumerate(zip(prompts, starts, tables, strict=True))
-    )
-    counts = (1, 9, 1)
-    more = random_prompts(counts, VOCAB, seed=2)
-    second = tuple(
-        Chunk(i, tokens, starts[i] + LENGTHS[i], tables[i], (row,)) for i, tokens in enumerate(more)
-    )
-    return [StepPlan(0, first), StepPlan(1, second)]
+    starts = (0, 0, late)
+    first = random_prompts(lengths, VOCAB)
+    second = random_prompts((1, 9, 1), VOCAB, seed=2)
+    return [
+        StepPlan(
+            number,
+            tuple(
+                Chunk(i, tokens, starts[i] + number * lengths[i], tables[i], (row,))
+                for i, tokens in enumerate(prompts)
+            ),
+        )
+        for number, prompts in enumerate((first, second))
+    ]
 
 
 @torch.inference_mode()
 def check(folder: Path, *, tolerance: float = 1e-4, **settings: Any) -> None:
+    """With torch's operators."""
     loaded, shape, backend = opened(folder, **settings)
-    wanted = [run_network(loaded.network, backend.begin(plan)) for plan in steps(LATE)]
+    plans = steps((1, 40, 25), LATE)
+    wanted = [run_network(loaded.network, backend.begin(plan)) for plan in plans]
     recipe = read_recipe(loaded.network, shape.layers)
     decoder = Decoder(loaded.network, recipe, PlainOperators(recipe))
-    for plan, logits in zip(steps(LATE), wanted, strict=True):
+    for plan, logits in zip(plans, wanted, strict=True):
         got = run_network(decoder, backend.begin(plan))
         torch.testing.assert_close(got, logits, rtol=tolerance, atol=tolerance)
         # And the network that shares its weights still is what it was.

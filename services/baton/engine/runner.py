@@ -18,13 +18,13 @@ from baton.core.kvcache.block_pool import Extents, blocks_for
 from baton.core.request.model import ModelDescription
 from baton.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
 from baton.engine import selfcheck
-from baton.engine.attention.backends import open_backend
+from baton.engine.attention.backends import open_backend, runs_triton
 from baton.engine.attention.interface import Backend, ForwardPass
 from baton.engine.config import EngineConfig
 from baton.engine.device import choose_device, pin
 from baton.engine.exact import NotExact, confine, cuts
 from baton.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
-from baton.engine.fused.decoder import Decoder, PlainOperators, take_layers
+from baton.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
 from baton.engine.fused.recipe import NotCovered, read_recipe
 from baton.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
 from baton.engine.kv.cache import KvMemory, is_lossless
@@ -226,9 +226,14 @@ class TorchRunner:
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch
         on_gpu = self.on_device
+        # A GPU's libraries have no packed weights; only exactness needs layers of our own.
+        packs = config.exact or not on_gpu
+        checked = False
         if self._network is not own:
             try:
-                check.parity()
+                # What is packed is checked again, and then in full.
+                (check.packed_parity if packs else check.parity)()
+                checked = not packs
                 take_layers(own)
             except UnsupportedModel as error:
                 log.error("the fused decoder is wrong here, and is not used: %s", error)
@@ -236,8 +241,7 @@ class TorchRunner:
         if quantize != "none":
             check.parity()
         try:
-            # A GPU's libraries have no packed weights; only exactness needs layers of our own.
-            if config.exact or not on_gpu:
+            if packs:
                 exact = bool(config.exact)
                 counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
                 self._row_counts = frozenset() if on_gpu else self._agree(counts)
@@ -252,7 +256,7 @@ class TorchRunner:
             self._row_counts = frozenset()
             log.warning("exact mode cannot be had: %s", error)
             loosen(self._network, quantize=quantize, max_batch=max_batch)
-        if quantize == "none":
+        if quantize == "none" and not checked:
             check.parity()
         if config.graphs and on_gpu:
             self._record(max_batch)
@@ -319,7 +323,13 @@ def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -
         log.info("decoder: transformers' own; %s", reason)
         return loaded.network
     log.info("decoder: fused")
-    return Decoder(loaded.network, recipe, PlainOperators(recipe)).eval()
+    operators: Operators = PlainOperators(recipe)
+    if runs_triton(config.attention, loaded.device):
+        # Machines without a GPU need not have Triton.
+        from baton.engine.fused.kernels import TritonOperators
+
+        operators = TritonOperators(recipe)
+    return Decoder(loaded.network, recipe, operators).eval()
 
 
 def _peak(

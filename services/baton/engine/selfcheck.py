@@ -52,11 +52,15 @@ class SelfCheck:
         """Raises UnsupportedModel when packed or chunked logits differ from eager ones, and
         InvalidArgument naming `dtype` when these are no numbers already: the model needs a wider
         range."""
+        self.packed_parity()
+        self._compare(self._in_chunks(_CHUNK), "chunked prompts")
+
+    def packed_parity(self) -> None:
+        """The first half of `parity`: prompts in one piece."""
         if any(bool(row.isnan().any()) for row in self.expected):
             dtype = str(self.expected[0].dtype).removeprefix("torch.")
             raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
         self._compare(self.packed(), "packed prompts")
-        self._compare(self._in_chunks(_CHUNK), "chunked prompts")
 
     def decode(self) -> None:
         """Like `parity`, for prompts that are given token by token, as decode computes."""

@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         self.rotary = network.model.rotary_emb
         own = enumerate(network.model.layers)
         self.layers = nn.ModuleList(Layer(each, recipe, i, operators) for i, each in own)
-        self.last_norm = network.model.norm.weight
+        self.norm = network.model.norm
         self.head = network.lm_head
         self._operators = operators
 
@@ -234,7 +234,7 @@ class Decoder(nn.Module):
         assert delta is not None
         sampled = hidden.index_select(0, inputs.sampled)
         delta = delta.index_select(0, inputs.sampled)
-        logits: torch.Tensor = self.head(self._operators.add_norm(sampled, delta, self.last_norm))
+        logits: torch.Tensor = self.head(self._operators.add_norm(sampled, delta, self.norm.weight))
         return logits
 
 

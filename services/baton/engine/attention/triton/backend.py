@@ -5,8 +5,6 @@ Chunks of one token go to the decode kernel, all others to the prefill kernel.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 
@@ -76,23 +74,19 @@ class TritonBackend:
         if tensors.lone:
             held = tensors.lone <= len(self._held.top)
             parts = self._held if held else self._parts(tensors.lone)
-        context = partial(self._attend, tensors, parts)
+        context = TritonStep(self, tensors, parts)
         return ForwardPass(tensors.token_ids, tensors.positions, tensors.sampled, context)
 
-    def _attend(
+    def attend(
         self,
         tensors: StepTensors,
         parts: PartStates | None,
         arguments: LayerArguments,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
     ) -> torch.Tensor:
-        """An AttentionContext of the step."""
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        self.memory.write(arguments.layer, tensors.places, key, value)
+        """See `TritonStep`."""
         keys, values = self.memory.layer(arguments.layer)
-        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        output = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
         given = query, keys, values, tensors, arguments
         if parts is not None:
             decode_attention(*given, self._decode_shape, parts, output)
@@ -105,6 +99,39 @@ class TritonBackend:
         memory = self.memory
         heads, size = memory.layout.num_kv_heads, memory.layout.value_size
         return PartStates(sequences, heads, self._most_parts, self._per_head, size, memory.device)
+
+
+class TritonStep:
+    """An AttentionContext of one step, and its two halves."""
+
+    def __init__(self, backend: TritonBackend, tensors: StepTensors, parts: PartStates | None):
+        self._backend = backend
+        self._tensors = tensors
+        self._parts = parts
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int32 [T], where each row's KV goes."""
+        return self._tensors.places
+
+    def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, see `BlockCache.layer`."""
+        return self._backend.memory.layer(layer)
+
+    def attend(self, arguments: LayerArguments, query: torch.Tensor) -> torch.Tensor:
+        """query [heads, T, D], its last dimension contiguous -> output [T, heads, Dv], once the
+        step's KV of this layer is in its places."""
+        return self._backend.attend(self._tensors, self._parts, arguments, query)
+
+    def __call__(
+        self,
+        arguments: LayerArguments,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        self._backend.memory.write(arguments.layer, self.places, _rows(key), _rows(value))
+        return self.attend(arguments, _rows(query))
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
