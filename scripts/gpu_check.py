@@ -173,7 +173,8 @@ def whole_lines(path: Path) -> list[str]:
 
 
 def tail_of(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:]
+    lines = log.read_text(errors="replace").splitlines(keepends=True)[-TAIL_LINES:]
+    return [line.replace(f"{ROOT}/", "") for line in lines]
 
 
 def last_line(log: Path) -> str:
@@ -211,7 +212,10 @@ class Report:
         return self.sections.get(section, {}).get("state") in ("done", "skipped")
 
     def add(self, section: str, outcomes: dict[str, Outcome]) -> None:
-        """Takes in what came of a section's parts, instead of an earlier run's, and writes."""
+        """Takes in what came of a section's parts, instead of an earlier run's, and writes. What
+        an earlier run measured stays when this one had no time for it."""
+        if section in self.sections and all(o.state == "no time" for o in outcomes.values()):
+            return
         self._results = [pair for pair in self._results if pair[0] != section]
         self._results += [(section, r) for each in outcomes.values() for r in each.results]
         bad = {

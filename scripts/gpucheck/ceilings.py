@@ -22,9 +22,9 @@ TO_HOST = "device to host, pinned"
 def run(check: Check) -> Iterator[Result]:
     yield from _memory(check)
     give_back(check.device)
-    yield from _products(check)
     yield from _link(check)
     yield from _launches(check)
+    yield from _products(check)
 
 
 def _memory(check: Check) -> Iterator[Result]:

@@ -16,9 +16,10 @@ from baton.engine.config import MIB
 from baton.engine.kv.cache import BlockCache
 from baton.engine.kv.swap import SwapMemory
 from baton_loadtest.report import Result
-from gpucheck.ceilings import TO_DEVICE, TO_HOST
+from gpucheck.ceilings import COPY, TO_DEVICE, TO_HOST
 from gpucheck.check import Check
 from gpucheck.figures import median
+from gpucheck.timing import seconds
 
 BLOCK = 16
 GOAL = 0.8
@@ -43,6 +44,9 @@ def run(check: Check) -> Iterator[Result]:
             count * wire.bytes_per_position, dtype=torch.uint8, pin_memory=check.on_gpu
         )
         view = memoryview(host.numpy())  # type: ignore[arg-type]  # an array is a buffer
+        taken = seconds(partial(memory.gather, table, 0, count), check.device)
+        name = f"gather {mib} MiB on the device"
+        yield check.speed(name, 2 * view.nbytes / taken, "B/s", COPY)
         # These wait for the device: the host's clock is the whole of it.
         taken = _host_seconds(partial(memory.pack, table, 0, count, view))
         yield check.speed(f"pack {mib} MiB to the host", view.nbytes / taken, "B/s", TO_HOST, GOAL)

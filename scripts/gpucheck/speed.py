@@ -149,13 +149,15 @@ def mixed(check: Check) -> Iterator[Result]:
     """Steps that decode for many and compute a part of one prompt: how much longer they take."""
     s = sizes(check)
     batch, part = (32, 512) if check.on_gpu else (2, 8)
-    with model(check, s, sequences=batch + 1, longest=max(s.context, s.steps * part)) as runner:
+    with model(check, s, sequences=batch + 1, longest=s.context) as runner:
         filled, _ = fill(check, runner, s, batch, s.prompt)
         alone = _times(check, runner, s, filled, GREEDY).step_s
         here = replace(filled, lengths=[*filled.lengths, 0], known=dict(filled.known))
         numbers = random.Random(9)
 
         def make() -> StepPlan:
+            # The same part every time: each step has as much to do.
+            here.lengths[batch] = part
             tokens = [numbers.randrange(s.shape.vocab) for _ in range(part)]
             return here.mixed(batch, tokens)
 
@@ -164,7 +166,7 @@ def mixed(check: Check) -> Iterator[Result]:
         step = times.step_s(0)
         yield Result(f"decode, batch {batch}, step", alone * 1e3, "ms")
         yield Result(f"step of {batch} rows and {part} tokens of a prompt", step * 1e3, "ms")
-        done = prefill_flops(s.shape, part, s.steps * part // 2) + 2 * batch * s.shape.step_weights
+        done = prefill_flops(s.shape, part, part) + 2 * batch * s.shape.step_weights
         yield check.speed("mixed step, operations", done / step, "FLOP/s", MATMUL)
 
 

@@ -159,7 +159,11 @@ def test_what_does_not_fit_the_budget_is_left_out_and_said(run: Run) -> None:
     assert run.said["sections"]["slow"]["state"] == "no time"
     assert "takes about 1000 s" in run.said["sections"]["slow"]["parts"][""]["reason"]
     assert run.said["sections"]["good"]["state"] == "done"
-    assert not run(section("good"), section("slow"), budget_s=1.0)
+    # Nor does it take the place of what an earlier run measured.
+    assert not run(section("raises"))
+    assert not run(section("raises"), section("slow"), budget_s=1.0)
+    assert run.said["sections"]["raises"]["state"] == "failed"
+    assert run.names == ["speed", "before it raised"]
 
 
 def test_what_cannot_run_here_is_no_failure(run: Run) -> None:
