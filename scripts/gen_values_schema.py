@@ -18,12 +18,11 @@ from typing import Any
 
 import yaml
 
-from baton.decode.config import DecodeConfig
 from baton.detokenizer.config import DetokenizerConfig
-from baton.prefill.config import PrefillConfig
 from baton.router.config import RouterConfig
 from baton.rpc.config import Option, options_of
 from baton.tokenizer.config import TokenizerConfig
+from baton.worker.options import DecodeConfig, PrefillConfig
 
 CHART = Path(__file__).resolve().parent.parent / "deploy/helm/baton"
 SCHEMA = CHART / "values.schema.json"

@@ -94,6 +94,10 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     yield "class names with several owners", shared, ""
     circles = [" ".join(sorted(circle)) for circle in _circles(imports)]
     yield "import circles", circles, ""
+    told = {
+        name for path in modules.values() if "testing" not in path.parts for name in _options(path)
+    }
+    yield "options of the five processes", sorted(told), ""
     naming = [m for m, path in modules.items() if SAMPLING_FIELD in _names(path)]
     yield f"modules that name the sampling field {SAMPLING_FIELD}", naming, ""
     everything = [str(path) for path in modules.values()]
@@ -102,6 +106,17 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     measuring = list((ROOT / "loadtest").rglob("*.py"))
     total = sum(_code_lines(path) for path in measuring)
     yield "files under loadtest", list(map(str, measuring)), f"  with {total:,} lines of code"
+
+
+def _options(path: Path) -> list[str]:
+    """The fields that are made by `option()`."""
+    return [
+        node.target.id
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+        if node.value.func.id == "option"
+    ]
 
 
 RECORDER = """

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode.config import DecodeConfig
 from baton.detokenizer.config import DetokenizerConfig
-from baton.prefill.config import PrefillConfig
 from baton.router.config import RouterConfig
 from baton.rpc.config import describe, load, options_of, parse
 from baton.tokenizer.config import TokenizerConfig
+from baton.worker.options import DecodeConfig, PrefillConfig
 
 CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, DetokenizerConfig)
 

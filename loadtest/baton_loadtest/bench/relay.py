@@ -17,9 +17,9 @@ from typing import Any
 from baton.cli.layout import APART, UpOptions, resolve_model
 from baton.core.errors import BatonError
 from baton.core.scheduler.policy import SchedulerPolicy
-from baton.decode.config import DecodeConfig
 from baton.worker.engine import open_runner
 from baton.worker.hardware import settled
+from baton.worker.options import DecodeConfig
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer

@@ -130,7 +130,7 @@ class _TokensBench:
         self.results: list[Result] = []
 
     async def measure(self) -> Report:
-        decode_direct = self._direct({}, self._ids)["decode"]
+        decode_direct = (await self._direct({}, self._ids))["decode"]
         os.sched_setaffinity(0, {self._other})
         async with _serving("tokenizer", self._model, self._core) as first:
             by_size, encode_direct = await self._sizes(first)
@@ -174,7 +174,7 @@ class _TokensBench:
         )
         return Report(self.results, charts)
 
-    def _direct(self, batches: dict[int, list[list[str]]], ids: list[int]) -> dict[str, Any]:
+    async def _direct(self, batches: dict[int, list[list[str]]], ids: list[int]) -> dict[str, Any]:
         """Returns the library's rates, on the core that the workers use."""
         job = {
             "tokenizer": str(self._model / "tokenizer.json"),
@@ -184,7 +184,7 @@ class _TokensBench:
         }
         os.sched_setaffinity(0, self._cores)
         try:
-            return call(run_library, job, threads=1, deadline_s=DIRECT_S)
+            return await asyncio.to_thread(call, run_library, job, threads=1, deadline_s=DIRECT_S)
         finally:
             os.sched_setaffinity(0, {self._other})
 
@@ -197,7 +197,7 @@ class _TokensBench:
             requests = [_request(batch) for batch in batches]
             ours, theirs = [], []
             for _ in range(TURNS):
-                theirs.append(self._direct({size: batches}, [])["encode"][str(size)])
+                theirs.append((await self._direct({size: batches}, []))["encode"][str(size)])
                 work = await _encode([worker], requests, streams=1, seconds=self._args.seconds)
                 ours.append(work.per_core_s)
             rates.append(median(ours))

@@ -35,6 +35,7 @@ from baton.cli.access import KEY_VARIABLE, Access
 from baton.cli.layout import BUNDLED, Layout, UpOptions, plan
 from baton.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from baton.core.errors import InvalidArgument
+from baton.engine.config import CHOICES
 
 
 def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:
@@ -151,11 +152,11 @@ def add_parser(subparsers: Any) -> None:
         help="same tokens whatever runs beside them (default on)",
     )  # fmt: skip
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=defaults.dtype,
+        "--dtype", choices=CHOICES["dtype"], default=defaults.dtype,
         help="number type of weights and KV (default auto: float32 on CPUs)",
     )  # fmt: skip
     parser.add_argument(
-        "--quantize", choices=("none", "int8"), default=defaults.quantize,
+        "--quantize", choices=CHOICES["quantize"], default=defaults.quantize,
         help="weights of linear layers as 8-bit integers (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(

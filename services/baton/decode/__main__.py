@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from baton.core.scheduler.policy import SchedulerPolicy
-from baton.decode.config import DecodeConfig
 from baton.decode.service import DecodeService
 from baton.decode.servicer import DecodeServicer
 from baton.rpc import metrics
@@ -17,7 +16,7 @@ from baton.transfer.receiver import KvReceiver
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import decode_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
-from baton.worker.options import WorkerOptions
+from baton.worker.options import DecodeConfig, WorkerOptions
 from baton.worker.process import PROBE_INTERVAL_S, WorkerParts, run_worker
 
 

@@ -18,7 +18,7 @@ TILE = 16
 
 MIB = 1024 * 1024
 
-_CHOICES = {
+CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "device": ("auto", "cpu", "cuda"),
     "attention": ("auto", "reference", "cpu", "triton"),
@@ -26,6 +26,7 @@ _CHOICES = {
     "quantize": ("none", "int8"),
     "kv_wire_dtype": ("auto", *DTYPE_BYTES),
 }
+"""The values of fields that name something."""
 
 _AT_LEAST_0 = (
     "num_blocks",
@@ -89,7 +90,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise InvalidArgument("model must name a folder or a hub id", field="model")
-        for name, allowed in _CHOICES.items():
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise InvalidArgument(f"{name} must be one of {', '.join(allowed)}", field=name)
         if self.block_size <= 0 or self.block_size % TILE:

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 
 from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
-from baton.prefill.config import PrefillConfig
 from baton.prefill.service import PrefillService, PrefillServicer
 from baton.rpc.config import load
 from baton.rpc.lifecycle import run
@@ -14,7 +13,7 @@ from baton.rpc.server import Service
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.v1 import prefill_pb2_grpc
 from baton.worker.engine import OpenRunner, open_runner
-from baton.worker.options import WorkerOptions
+from baton.worker.options import PrefillConfig, WorkerOptions
 from baton.worker.process import WorkerParts, run_worker
 
 BATCH_WINDOW_S = 0.002

@@ -22,9 +22,7 @@ from pathlib import Path
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import ModelRunner, StepPlan
 from baton.decode.__main__ import serve as serve_decode
-from baton.decode.config import DecodeConfig
 from baton.prefill.__main__ import serve as serve_prefill
-from baton.prefill.config import PrefillConfig
 from baton.rpc.config import load, option
 from baton.rpc.lifecycle import run
 from baton.rpc.model_folder import tokenizer_digest
@@ -32,7 +30,7 @@ from baton.testing.fake_runner import FakeRunner
 from baton.testing.faults import FaultInjector, parse
 from baton.transfer.staging import NO_FAULTS, Faults
 from baton.worker.engine import Loading, OpenRunner, open_runner
-from baton.worker.options import WorkerOptions
+from baton.worker.options import DecodeConfig, PrefillConfig, WorkerOptions
 
 CONSTANTS_VARIABLE = "BATON_TEST_CONSTANTS"
 

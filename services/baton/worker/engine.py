@@ -19,7 +19,7 @@ from baton.engine.ranks.ray_ranks import RayRanks
 from baton.engine.ranks.runner import RankedRunner
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton.rpc.model_folder import tokenizer_digest
-from baton.worker.options import SwapOptions, WorkerOptions
+from baton.worker.options import DecodeConfig, WorkerOptions
 
 Loading = Callable[[int, int], None]
 """Called as loading(loaded bytes, total bytes)."""
@@ -91,7 +91,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         kv_wire_dtype=options.kv_wire_dtype,
         tokenizer_digest=tokenizer_digest,
     )
-    if not isinstance(options, SwapOptions):
+    if not isinstance(options, DecodeConfig):
         return config
     return replace(
         config,

@@ -1,12 +1,12 @@
-"""The options that prefill and decode workers share."""
+"""The options of prefill and decode workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.core.request.model import DTYPE_BYTES
 from baton.core.scheduler.policy import QueueLimit
+from baton.engine.config import CHOICES
 from baton.rpc.config import option
 from baton.rpc.options import ServingOptions
 
@@ -16,7 +16,7 @@ MAX_WAITING = 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions(ServingOptions):
-    """Model, memory and KV transport of one worker, and how it is served."""
+    """What both roles share: model, memory and KV transport, and how a worker is served."""
 
     REMOVED: ClassVar = ServingOptions.REMOVED | {
         *(
@@ -29,15 +29,13 @@ class WorkerOptions(ServingOptions):
         )
     }
 
-    dtype: str = option(
-        "auto", "number type of weights and KV", choices=("auto", "float32", "bfloat16", "float16")
-    )
+    dtype: str = option("auto", "number type of weights and KV", choices=CHOICES["dtype"])
     kv_wire_dtype: str = option(
         "auto",
         "number type of KV that is handed over, the same on both sides; auto: the KV's own. A "
         "narrower one moves fewer bytes and loses precision (fp8 is e4m3, values above 448 are cut "
         "to it): tokens after a hand-over may then differ, in exact mode too",
-        choices=("auto", *DTYPE_BYTES),
+        choices=CHOICES["kv_wire_dtype"],
     )
     device: str = option(
         "auto",
@@ -55,14 +53,14 @@ class WorkerOptions(ServingOptions):
     )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
-        "none", "weights of linear layers in fewer bits", choices=("none", "int8")
+        "none", "weights of linear layers in fewer bits", choices=CHOICES["quantize"]
     )
     graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
     decoder: str = option(
         "auto",
         "what computes layers; auto: the fused decoder for models that it covers, and else "
         "transformers' own code",
-        choices=("auto", "transformers"),
+        choices=CHOICES["decoder"],
     )
     max_model_len: int = option(
         0, "longest sequence; 0: the model's, or what the pool holds", unit="tokens", minimum=0
@@ -121,9 +119,27 @@ class WorkerOptions(ServingOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class SwapOptions(WorkerOptions):
-    """A worker that preempts sequences, and keeps their KV meanwhile."""
+class PrefillConfig(WorkerOptions):
+    """One prefill worker."""
 
+    # It preempts no sequence, so it swaps nothing.
+    REMOVED: ClassVar = WorkerOptions.REMOVED | {
+        *("order", "swap_host_mib", "swap_disk_mib", "swap_folder")
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(WorkerOptions):
+    """One decode worker."""
+
+    REMOVED: ClassVar = WorkerOptions.REMOVED | {"resume_window_s"}
+
+    inter_token_ms: float = option(
+        0.0,
+        "longest time between two tokens that admission and prefill chunks aim at; 0: none",
+        unit="ms",
+        minimum=0.0,
+    )
     swap_host_mib: int = option(
         256, "host memory for KV of preempted sequences", unit="MiB", minimum=0
     )

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import InvalidArgument
-from baton.decode.config import DecodeConfig
 from baton.engine.gpus import Driver, Gpu
 from baton.worker import hardware
 from baton.worker.hardware import Sizes, settled, sizes
-from baton.worker.options import WorkerOptions
+from baton.worker.options import DecodeConfig, WorkerOptions
 
 GIB = 1 << 30
 H100 = Gpu(0, "GPU-0", "H100", 80 * GIB, 79 * GIB)

@@ -11,13 +11,11 @@ import pytest
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
-from baton.decode.config import DecodeConfig
 from baton.engine.config import MIB, EngineConfig
-from baton.prefill.config import PrefillConfig
 from baton.rpc.config import load
 from baton.testing.worker import DisturbedDecodeConfig, DisturbedPrefillConfig, open_disturbed
 from baton.worker.engine import engine_config, open_runner
-from baton.worker.options import WorkerOptions
+from baton.worker.options import DecodeConfig, PrefillConfig, WorkerOptions
 
 OPTIONS = DecodeConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
 CHANGES: dict[str, tuple[Any, str, Any]] = {
