@@ -211,7 +211,7 @@ def model(
     )
     description = ModelDescription("random", "", longest, s.shape.vocab, ())
     device = torch.device(check.device)
-    loaded = LoadedModel(network.eval().requires_grad_(False), description, device)
+    loaded = LoadedModel(network.eval().requires_grad_(False), description, device, network.config)
     runner = TorchRunner.over(loaded, config, free)
     del network, loaded
     try:

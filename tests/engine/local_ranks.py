@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, the double of `ray_ranks`: the same messages, the same gloo.
+"""Ranks as threads of this process, the double of `processes`: the same links, the same gloo.
 
 Models in float32 only: transformers sets the number type for the whole process while a
 network is built, and here several are at once.
@@ -6,49 +6,45 @@ network is built, and here several are at once.
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 
-from baton.core.errors import Internal
-from baton.engine.ranks.rank import Rank
+from torch import distributed
 
-ANSWER_S = 120.0
+from baton.engine.ranks.link import Link
+from baton.engine.ranks.rank import Rank
+from baton.engine.ranks.runner import Place
 
 
 class LocalRanks:
     """See `Ranks`. Threads that are out of step are left behind, as daemons."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, tensor: int, stages: int = 1):
+        self.tensor, self.stages = tensor, stages
         self._folder = TemporaryDirectory(prefix="baton-ranks-")
-        self._requests: list[SimpleQueue[bytes | None]] = [SimpleQueue() for _ in range(size)]
-        self._answers: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-        for rank in range(size):
+        self.steps: list[Link] = []
+        self.copies: list[Link] = []
+        for rank in range(tensor * stages):
+            pairs = [socket.socketpair() for _ in range(2)]
+            self.steps.append(Link(pairs[0][0]))
+            self.copies.append(Link(pairs[1][0]))
+            theirs = Link(pairs[0][1]), Link(pairs[1][1])
             threading.Thread(
-                target=self._serve, args=(rank,), name=f"rank-{rank}", daemon=True
+                target=self._serve, args=(rank, *theirs), name=f"rank-{rank}", daemon=True
             ).start()
 
-    def ask(self, request: bytes) -> Iterator[tuple[int, bytes]]:
-        for queue in self._requests:
-            queue.put(request)
-        for _ in range(self.size):
-            try:
-                yield self._answers.get(timeout=ANSWER_S)
-            except Empty:
-                raise Internal("a rank does not answer") from None
-
-    def on_death(self, died: Callable[[], None]) -> None:
-        """A thread ends with its process only."""
-
     def close(self) -> None:
-        for queue in self._requests:
-            queue.put(None)
+        for link in (*self.steps, *self.copies):
+            link.close()
         self._folder.cleanup()
 
-    def _serve(self, number: int) -> None:
-        rank = Rank(number, self.size, Path(self._folder.name) / "store")
-        while (request := self._requests[number].get()) is not None:
-            self._answers.put((number, rank.answer(request)))
+    def _serve(self, rank: int, steps: Link, copies: Link) -> None:
+        place = Place(rank, self.tensor, self.stages)
+        store = distributed.FileStore(  # type: ignore[attr-defined]
+            str(Path(self._folder.name) / "store"), place.size
+        )
+        Rank(place, store, neighbours=place.size).serve(steps, copies)
+        steps.close()
+        copies.close()

@@ -179,7 +179,7 @@ def test_a_network_that_cannot_be_recorded_runs_as_usual(
     monkeypatch.setattr("baton.engine.runner.cuda_recorder", refuse)
     monkeypatch.setattr(runner, "_graphs", None)
     with torch.inference_mode():
-        runner._record(2)
+        runner._record(2, 1000)
     assert runner._graphs is None
     assert "without CUDA graphs: operation not permitted when stream is capturing" in caplog.text
     assert len(generate(runner, random_prompts((3,), 1000), scattered(1, 2), 2)[0]) == 2
@@ -188,7 +188,7 @@ def test_a_network_that_cannot_be_recorded_runs_as_usual(
         torch.inference_mode(),
         pytest.raises(InvalidArgument, match=r"torch 2.11.0\+cu130 cannot go on") as raised,
     ):
-        runner._record(2)
+        runner._record(2, 1000)
     assert raised.value.field == "graphs"
 
 

@@ -1,25 +1,27 @@
-"""Two ranks in one process, over real gloo: tokens equal transformers', KV fits one rank's."""
+"""Ranks in one process, over real gloo: tokens equal transformers', KV fits one rank's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from baton.core.errors import Internal, InvalidArgument
+from baton.core.scheduler.plan import PENDING, BlockSwap, Chunk, SampleRow, StepPlan
 from baton.engine.config import EngineConfig
 from baton.engine.ranks.runner import RankedRunner
 from baton.engine.runner import TorchRunner
 from baton.transfer.staging import HostMemory, StagingPool
 from tests.engine import test_runner_contract as contract
-from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
+from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
 from tests.engine.local_ranks import LocalRanks
 from tests.engine.modes import attempt, decode_loop, run
 from tests.engine.test_parity import expected
-from tests.engine.tiny_models import VOCAB, save_tiny_model
+from tests.engine.tiny_models import VOCAB
 
 LENGTHS = (1, 5, 16, 33, 65, 90)
 NEW = 6
@@ -31,14 +33,16 @@ Open = Callable[..., RankedRunner]
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     """Opens a runner of several ranks; the same one for the same model."""
-    known: dict[tuple[Path, int, int], RankedRunner] = {}
+    known: dict[tuple[Path, int, int, int], RankedRunner] = {}
     with ExitStack() as ends:
 
-        def open_ranks(folder: Path, size: int = 2, number: int = 0) -> RankedRunner:
-            key = folder, size, number
+        def open_ranks(
+            folder: Path, tensor: int = 2, stages: int = 1, number: int = 0
+        ) -> RankedRunner:
+            key = folder, tensor, stages, number
             if key not in known:
                 config = EngineConfig(str(folder), num_blocks=64, threads=1)
-                known[key] = RankedRunner.open(LocalRanks(size), config)
+                known[key] = RankedRunner.open(LocalRanks(tensor, stages), config)
                 ends.callback(known[key].close)
             return known[key]
 
@@ -49,29 +53,49 @@ def one_rank(folder: Path) -> TorchRunner:
     return TorchRunner.load(EngineConfig(str(folder), num_blocks=64))
 
 
-@pytest.mark.deep
+def deep(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.deep)
+
+
+def slow(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "arch",
+    "arch, tensor, stages",
     [
-        "llama",
-        "qwen3",
-        *(
-            pytest.param(arch, marks=pytest.mark.slow)
-            for arch in ("llama_tied", "qwen2", "mistral", "gemma2", "gemma3", "smollm3", "granite")
-        ),
+        ("llama", 2, 2),
+        ("qwen3_moe", 4, 1),
+        deep("llama", 2, 1),
+        deep("llama", 4, 1),
+        deep("llama_tied", 2, 2),
+        deep("qwen3", 2, 1),
+        deep("mixtral", 2, 2),
+        deep("gpt_oss", 2, 2),
+        deep("deepseek_v3", 2, 1),
+        slow("llama", 1, 3),
+        slow("qwen2", 2, 1),
+        slow("mistral", 2, 1),
+        slow("gemma2", 2, 1),
+        slow("gemma3", 2, 2),
+        slow("smollm3", 2, 1),
+        slow("granite", 2, 1),
+        slow("glm4", 2, 1),
+        slow("cohere", 2, 1),
     ],
 )
 def test_tokens_equal_transformers_and_kv_moves_between_degrees(
-    arch: str, saved: Callable[[str], Path], ranked: Open
+    arch: str, tensor: int, stages: int, saved: Callable[[str], Path], ranked: Open
 ) -> None:
-    two, one = ranked(saved(arch)), one_rank(saved(arch))
+    several, one = ranked(saved(arch), tensor, stages), one_rank(saved(arch))
     prompts = random_prompts(LENGTHS, VOCAB)
     wanted = expected(arch, prompts, NEW)
     here, there = together(len(prompts), BLOCKS), scattered(len(prompts), BLOCKS)
-    assert two.exact and two.layout == one.layout and two.num_blocks == one.num_blocks
-    for chunk in (10_000, 64, 7):
-        assert generate(two, prompts, there, NEW, chunk=chunk) == wanted
-    for sender, taker in ((two, one), (one, two)):
+    assert several.exact and several.layout == one.layout
+    assert several.num_blocks == one.num_blocks
+    for chunk in (10_000, 7):
+        assert generate(several, prompts, there, NEW, chunk=chunk) == wanted
+    for sender, taker in ((several, one), (one, several)):
         for prompt, source, target in zip(prompts, here, there, strict=True):
             count = min(40, len(prompt) - 1)
             if count:
@@ -147,36 +171,90 @@ def test_the_contract_holds(
     ranked: Open,
 ) -> None:
     numbers = iter((0, 1))
-    check(lambda: ranked(saved("llama"), 2, next(numbers)))
+    check(lambda: ranked(saved("llama"), 2, 1, next(numbers)))
 
 
 def test_nothing_to_collect_is_an_error_and_close_is_idempotent(
     saved: Callable[[str], Path], ranked: Open
 ) -> None:
-    runner = ranked(saved("llama"), 2, 1)
+    runner = ranked(saved("llama"), 2, 1, 1)
     with pytest.raises(Internal):
         runner.collect()
     runner.close()
     runner.close()
 
 
-@pytest.mark.slow
-def test_four_ranks_are_exact_and_right(tmp_path: Path, ranked: Open) -> None:
-    """With more than two, the order of adding up matters."""
-    folder = save_tiny_model("llama", tmp_path / "m", num_key_value_heads=4)
-    runner, prompts = ranked(folder, 4), random_prompts(LENGTHS, VOCAB)
-    assert runner.exact
-    wanted = generate(one_rank(folder), prompts, together(len(prompts), BLOCKS), NEW)
-    assert generate(runner, prompts, together(len(prompts), BLOCKS), NEW, chunk=7) == wanted
+def test_tokens_that_are_not_known_yet_are_passed_on(
+    saved: Callable[[str], Path], ranked: Open
+) -> None:
+    """Each step is submitted before the one before it is collected."""
+    runner, (prompt,) = ranked(saved("llama"), 2, 2), random_prompts((20,), VOCAB)
+    table = ((0, 2),)
+    rows = [SampleRow(0, 0, i, GREEDY) for i in range(NEW)]
+    runner.submit(StepPlan(0, (Chunk(0, prompt, 0, table, (rows[0],)),)))
+    tokens = []
+    for i in range(1, NEW):
+        chunk = Chunk(0, (PENDING,), len(prompt) + i - 1, table, (rows[i],))
+        runner.submit(StepPlan(i, (chunk,)))
+        tokens += [token.token_id for token in runner.collect().tokens]
+    tokens += [token.token_id for token in runner.collect().tokens]
+    assert [tokens] == expected("llama", [prompt], NEW)
+
+
+def test_copies_run_beside_a_step(saved: Callable[[str], Path], ranked: Open) -> None:
+    runner = ranked(saved("llama"))
+    long, short = random_prompts((400, 40), VOCAB)
+    fill(runner, short, ((40, 3),))
+    wanted = packed(runner, ((40, 3),), 0, 40)
+    runner.submit(StepPlan(1, (Chunk(0, long, 0, ((0, 25),)),)))
+    assert packed(runner, ((40, 3),), 0, 40) == wanted
+    assert runner.collect().step == 1
+
+
+def test_int8_weights_are_split(saved: Callable[[str], Path]) -> None:
+    """Scales differ from one rank's, which has longer rows; exactness holds among the ranks."""
+    config = EngineConfig(str(saved("llama")), num_blocks=64, threads=1, quantize="int8")
+    runner, prompts = RankedRunner.open(LocalRanks(2), config), random_prompts(LENGTHS, VOCAB)
+    try:
+        assert runner.exact and runner.model.digest.endswith("-int8")
+        tables = together(len(prompts), BLOCKS)
+        apart = [
+            generate(runner, [prompt], [table], NEW)[0]
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        assert generate(runner, prompts, tables, NEW, chunk=7) == apart
+    finally:
+        runner.close()
+
+
+def test_blocks_are_swapped_on_every_rank(saved: Callable[[str], Path]) -> None:
+    config = EngineConfig(
+        str(saved("llama")), num_blocks=64, threads=1,
+        swap_host_bytes=1 << 19, swap_disk_bytes=1 << 19,
+    )  # fmt: skip
+    runner, (prompt,) = RankedRunner.open(LocalRanks(2, 2), config), random_prompts((40,), VOCAB)
+    try:
+        host, disk = runner.num_swap_blocks
+        assert host >= 3 and disk >= 3
+        table, there = ((0, 3),), ((7, 3),)
+        fill(runner, prompt, table)
+        wanted = packed(runner, table, 0, 40)
+        stored = tuple(range(host - 1, host + 2))
+        runner.submit(StepPlan(1, (), swap_out=(BlockSwap((0, 1, 2), stored),)))
+        assert runner.collect().swap_s > 0
+        runner.submit(StepPlan(2, (), swap_in=(BlockSwap((7, 8, 9), stored),)))
+        assert runner.collect().swap_s > 0
+        assert packed(runner, there, 0, 40) == wanted
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize(
     "arch, size, told",
     [
-        ("llama", 4, "num_key_value_heads 2"),
         ("llama", 3, "num_attention_heads 4"),
         ("phi3", 2, "qkv_proj"),
-        ("qwen3_moe", 2, "experts"),
+        ("olmo2", 2, "q_proj"),
         ("gpt2", 2, "no plan"),
     ],
 )
@@ -188,8 +266,13 @@ def test_what_does_not_split_is_refused(
     assert refused.value.field == "tensor_parallel"
 
 
-def test_int8_is_refused(saved: Callable[[str], Path]) -> None:
-    config = EngineConfig(str(saved("llama")), quantize="int8")
-    with pytest.raises(InvalidArgument, match="quantize") as refused:
-        RankedRunner.open(LocalRanks(2), config)
-    assert refused.value.field == "tensor_parallel"
+@pytest.mark.parametrize(
+    "arch, stages, told",
+    [("gpt2", 2, "no plan to stage"), ("llama", 4, "fewer layers"), ("granite", 2, "changes")],
+)
+def test_what_cannot_be_staged_is_refused(
+    arch: str, stages: int, told: str, saved: Callable[[str], Path]
+) -> None:
+    with pytest.raises(InvalidArgument, match=told) as refused:
+        RankedRunner.open(LocalRanks(1, stages), EngineConfig(str(saved(arch)), threads=1))
+    assert refused.value.field == "pipeline_parallel"

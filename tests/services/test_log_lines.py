@@ -21,7 +21,6 @@ OF_NO_REQUEST = {
     "engine/linear.py": "the model, while it loads",
     "engine/loader.py": "the model, while it loads",
     "engine/ranks/rank.py": "a whole step",
-    "engine/ranks/ray_ranks.py": "the process",
     "engine/ranks/runner.py": "a whole step",
     "engine/runner.py": "the model, while it loads",
     "engine/kv/swap.py": "blocks of many, below what knows sequences",

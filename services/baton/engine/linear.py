@@ -413,19 +413,23 @@ class PackedExperts(nn.Module):
         """[tokens, hidden], chosen experts and their weights [tokens, k] -> [tokens, hidden].
 
         A token's experts are added in the order they were chosen in, so that its bits do not depend
-        on how the others chose.
+        on how the others chose. One that is chosen as `len(experts)` is another rank's, and adds 0.
         """
         tokens, choices = top_k_index.shape
         order = top_k_index.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(top_k_index.reshape(-1), minlength=len(self._into)).tolist()
+        experts = len(self._into)
+        counts = torch.bincount(top_k_index.reshape(-1), minlength=experts)[:experts].tolist()
         active = [expert for expert, count in enumerate(counts) if count]
         shares = [counts[expert] for expert in active]
+        order = order[: sum(shares)]
+        if not active:
+            return torch.zeros_like(hidden_states)
         rows = hidden_states[order.div(choices, rounding_mode="floor")]
         inner = self._between(_each(self._into, active, rows, shares))
         outer = _each(self._out_of, active, inner, shares)
         if getattr(self.own, "has_post_expert_norm", False):
             outer = self.own.post_expert_norm(outer)  # type: ignore[operator]
-        by_choice = torch.empty_like(outer)
+        by_choice = outer.new_zeros(tokens * choices, outer.shape[1])
         by_choice[order] = outer
         weighted = by_choice.view(tokens, choices, -1) * top_k_weights.unsqueeze(-1)
         total = weighted[:, 0]
@@ -521,6 +525,8 @@ def swap(
     common: set[int] | None = None
     chooser = Chooser(exact=exact, quantize=quantize, max_batch=max_batch)
     head = getattr(network, "get_output_embeddings", lambda: None)()
+    # A rank's head is a module around its part of it.
+    head = getattr(head, "linear", head)
     on_cpu = all(weight.device.type != "cuda" for weight in network.parameters())
     logits_rows = min(MOST, max(BASE, max_batch))
     for parent in list(network.modules()):

@@ -161,22 +161,28 @@ class LoadedModel:
     description: ModelDescription
     device: torch.device
     """Where it runs; without weights, see `outline`, where it would."""
+    settings: Any
+    """The configuration of the whole model, whatever part of it the network is."""
 
 
 def load(
-    config: EngineConfig, progress: Progress | None = None, build: Build | None = None
+    config: EngineConfig,
+    progress: Progress | None = None,
+    build: Build | None = None,
+    device: torch.device | None = None,
 ) -> LoadedModel:
     """Reads the model. Raises UnsupportedModel naming what is wrong with it.
 
     Weights are read twice, once for the digest (which also warms the page cache) and once into
     memory; progress counts both. build: what makes the network, where it is not the whole one.
+    device: None is the configured one.
     """
     folder = _folder(config.model, ["*.safetensors", "*.json", "*.jinja"])
     weights = check_files(folder)
     settings = _settings(folder)
     model_class = _model_class(settings)
     check_class(model_class, settings)
-    device = choose_device(config.device)
+    device = device or choose_device(config.device)
     if config.quantize == "int8":
         check_int8(device)
     total = 2 * sum(file.stat().st_size for file in weights)
@@ -196,6 +202,7 @@ def load(
             config, settings, folder.name, digest, _eos_token_ids(network, settings)
         ),
         device=device,
+        settings=settings,
     )
 
 
@@ -221,6 +228,7 @@ def outline(config: EngineConfig) -> LoadedModel:
         network=network.eval(),
         description=_description(config, settings, Path(config.model).name),
         device=device,
+        settings=settings,
     )
 
 

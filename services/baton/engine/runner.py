@@ -43,13 +43,32 @@ from baton.engine.loader import (
     wire,
 )
 from baton.engine.memory import give_back_freed
-from baton.engine.sampler import LastTokens, SampledStep
+from baton.engine.sampler import LastTokens, SampledStep, UnsampledStep
 from baton.engine.sampler_rows import TokenCounts
 
 log = logging.getLogger(__name__)
 
-Agree = Callable[[frozenset[int]], frozenset[int]]
-"""What all runners that compute one network together have in common of a set of numbers."""
+
+class Alone:
+    """What a runner has to do with others that compute the same network: nothing.
+
+    Ranks have `ranks.rank.Together` in its place. All of them call the same methods in the same
+    order, so what they decide alike is decided by `least` and `common`.
+    """
+
+    samples = True
+    """Whether this runner draws the tokens of its steps."""
+
+    def last_tokens(self, device: torch.device) -> LastTokens:
+        return LastTokens(device)
+
+    def least(self, number: int) -> int:
+        """The least of all runners' numbers."""
+        return number
+
+    def common(self, numbers: frozenset[int]) -> frozenset[int]:
+        """What all runners' sets of numbers have in common."""
+        return numbers
 
 
 class TorchRunner:
@@ -66,6 +85,7 @@ class TorchRunner:
         model: ModelDescription,
         backend: Backend,
         swap_memory: SwapMemory,
+        peers: Alone | None = None,
     ):
         self.model = model
         self.memory: KvMemory = backend.memory
@@ -83,12 +103,12 @@ class TorchRunner:
         self._network = network
         self._backend = backend
         self._swap = swap_memory
-        self._last = LastTokens(self.memory.device)
+        self._peers = peers or Alone()
+        self._last = self._peers.last_tokens(self.memory.device)
         self._counts = TokenCounts(self.memory.device)
         self._graphs: DecodeGraphs | None = None
         self._row_counts: frozenset[int] = frozenset()
-        self._agree: Agree = lambda counts: counts
-        self._running: deque[tuple[SampledStep, Moved]] = deque()
+        self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
 
     @classmethod
     @torch.inference_mode()
@@ -107,12 +127,10 @@ class TorchRunner:
     @classmethod
     @torch.inference_mode()
     def over(
-        cls, loaded: LoadedModel, config: EngineConfig, free: int, agree: Agree | None = None
+        cls, loaded: LoadedModel, config: EngineConfig, free: int, peers: Alone | None = None
     ) -> TorchRunner:
-        """Like `load`, of a model that is in memory. free: bytes of its device before it was.
-
-        agree: for ranks, which must pad a step to the same number of rows.
-        """
+        """Like `load`, of a model that is in memory. free: bytes of its device before it was."""
+        peers = peers or Alone()
         if config.exact is None:
             config = replace(config, exact=loaded.device.type == "cpu")
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
@@ -126,8 +144,9 @@ class TorchRunner:
             shape,
             free=free,
             total=total_bytes(loaded.device),
-            peak=lambda: _peak(config, loaded, network, shape),
+            peak=lambda: _peak(config, loaded, network, shape, peers),
         )
+        memory = replace(memory, num_blocks=peers.least(memory.num_blocks))
         log.info("memory: %s", "; ".join(f"{name} {text}" for name, text in memory.lines()))
         model = replace(loaded.description, max_model_len=memory.max_model_len)
         backend = allocate(memory, lambda: open_backend(config, loaded, shape, memory.num_blocks))
@@ -137,8 +156,7 @@ class TorchRunner:
             disk_bytes=config.swap_disk_bytes,
             folder=config.swap_folder,
         )
-        runner = cls(network, model, backend, swap_memory)
-        runner._agree = agree or runner._agree
+        runner = cls(network, model, backend, swap_memory, peers)
         runner._prepare(config, loaded.network, texts, expected)
         if not is_lossless(shape.dtype, shape.layout.dtype):
             runner.not_exact_because = (
@@ -157,7 +175,10 @@ class TorchRunner:
         check_plan(plan, self)
         moved = self._swap.move(plan)
         with torch.inference_mode():
-            step = SampledStep(plan, self.forward(plan), self._last, self._counts)
+            logits = self.forward(plan)
+            step: SampledStep | UnsampledStep = UnsampledStep(plan)
+            if self._peers.samples:
+                step = SampledStep(plan, logits, self._last, self._counts)
         self._running.append((step, moved))
 
     def collect(self) -> StepResult:
@@ -230,44 +251,68 @@ class TorchRunner:
         packs = config.exact or not on_gpu
         checked = False
         if self._network is not own:
+            right = True
             try:
                 # What is packed is checked again, and then in full.
                 (check.packed_parity if packs else check.parity)()
-                checked = not packs
-                take_layers(own)
             except UnsupportedModel as error:
                 log.error("the fused decoder is wrong here, and is not used: %s", error)
+                right = False
+            if self._peers.least(right):
+                checked = not packs
+                take_layers(own)
+            else:
                 self._network = own
         if quantize != "none":
             check.parity()
-        try:
-            if packs:
-                exact = bool(config.exact)
-                counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
-                self._row_counts = frozenset() if on_gpu else self._agree(counts)
-            if config.exact:
-                confine(self._network, check.packed)
-                check.exact()
-                self.not_exact_because = ""
-            elif on_gpu:
-                self.not_exact_because = "a GPU's products depend on how many rows they have"
-        except NotExact as error:
-            self.not_exact_because = str(error)
-            self._row_counts = frozenset()
-            log.warning("exact mode cannot be had: %s", error)
-            loosen(self._network, quantize=quantize, max_batch=max_batch)
+        if config.exact:
+            because = self._unless_exact(lambda: self._pack_weights(config, exact=True))
+            if not because:
+                self._row_counts = self._peers.common(self._row_counts)
+                because = self._unless_exact(lambda: confine(self._network, check.packed))
+            self.not_exact_because = because or self._unless_exact(check.exact)
+            if self.not_exact_because:
+                self._row_counts = frozenset()
+                log.warning("exact mode cannot be had: %s", self.not_exact_because)
+                loosen(self._network, quantize=quantize, max_batch=max_batch)
+        elif on_gpu:
+            self.not_exact_because = "a GPU's products depend on how many rows they have"
+        else:
+            self._pack_weights(config, exact=False)
+            self._row_counts = self._peers.common(self._row_counts)
         if quantize == "none" and not checked:
             check.parity()
         if config.graphs and on_gpu:
-            self._record(max_batch)
+            self._record(max_batch, expected[0].numel())
+            if not self._peers.least(self._graphs is not None):
+                self._graphs = None
             if self._graphs is not None:
                 check.decode()
         # Only what was used: clearing the rest would take its memory before anyone needs it.
         for table in tables:
             self._backend.forget(table)
 
-    def _record(self, max_rows: int) -> None:
-        """Records decode steps where the backend can; a network that cannot runs as usual.
+    def _pack_weights(self, config: EngineConfig, *, exact: bool) -> None:
+        """Raises NotExact."""
+        counts = swap(
+            self._network, exact=exact, quantize=config.quantize, max_batch=config.max_batch
+        )
+        self._row_counts = frozenset() if self.on_device else counts
+
+    def _unless_exact(self, attempt: Callable[[], object]) -> str:
+        """Why exactness cannot be had after `attempt`, of this runner or of its peers; or ""."""
+        because = ""
+        try:
+            attempt()
+        except NotExact as error:
+            because = str(error)
+        if self._peers.least(not because):
+            return ""
+        return because or "another rank's logits vary with what else is in the batch"
+
+    def _record(self, max_rows: int, width: int) -> None:
+        """Records decode steps where the backend can; a network that cannot runs as usual. width:
+        logits of a row.
 
         Raises InvalidArgument where recording failed in a torch that cannot go on after it.
         """
@@ -275,7 +320,7 @@ class TorchRunner:
         if fill is None:
             return
         memory = self.memory
-        shape = max_rows, self.model.vocab_size
+        shape = max_rows, width
         dtype = next(self._network.parameters()).dtype
         logits = torch.empty(shape, dtype=dtype, device=memory.device)
         try:
@@ -333,7 +378,11 @@ def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -
 
 
 def _peak(
-    config: EngineConfig, loaded: LoadedModel, network: nn.Module, shape: AttentionShape
+    config: EngineConfig,
+    loaded: LoadedModel,
+    network: nn.Module,
+    shape: AttentionShape,
+    peers: Alone,
 ) -> int:
     """Bytes that the largest step takes at most on a GPU, beside weights and KV; runs it."""
     step = largest_step(config, loaded.description.max_model_len)
@@ -342,5 +391,7 @@ def _peak(
     trial = TorchRunner(network, loaded.description, backend, SwapMemory(backend.memory))
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
-    SampledStep(step, trial.forward(step), trial._last, trial._counts)
+    logits = trial.forward(step)
+    if peers.samples:
+        SampledStep(step, logits, trial._last, trial._counts)
     return torch.cuda.max_memory_allocated(loaded.device) - before

@@ -211,6 +211,17 @@ class SampledStep:
         return [own, top.values, top.indices]
 
 
+class UnsampledStep:
+    """A step whose tokens another rank draws."""
+
+    def __init__(self, plan: StepPlan):
+        self._step = plan.step
+
+    def result(self) -> StepResult:
+        """Without tokens. The device may still be computing."""
+        return StepResult(self._step, ())
+
+
 def draw_tokens(
     logits: torch.Tensor,
     rows: Sequence[SampleRow],

@@ -97,7 +97,7 @@ def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
         log.warning("THIS WORKER BREAKS HAND-OVERS ON PURPOSE (kv_faults): %s", options.kv_faults)
     if options.runner == "torch":
         return open_runner(options, loading)
-    if options.tensor_parallel > 1:
+    if options.tensor_parallel * options.pipeline_parallel > 1:
         raise InvalidArgument("the fake runner has one rank", field="tensor_parallel")
     folder = Path(options.model)
     runner = PoisonedRunner(

@@ -15,7 +15,7 @@ from pathlib import Path
 from baton.core.errors import InvalidArgument
 from baton.core.scheduler.plan import ModelRunner
 from baton.engine.config import MIB, EngineConfig, configure_threads
-from baton.engine.ranks.ray_ranks import RayRanks
+from baton.engine.ranks.processes import RankProcesses
 from baton.engine.ranks.runner import RankedRunner
 from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton.rpc.model_folder import tokenizer_digest
@@ -46,8 +46,8 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
     try:
         config = engine_config(options, digest)
-        if options.tensor_parallel > 1:
-            return _open_ranks(options, config)
+        if options.tensor_parallel * options.pipeline_parallel > 1:
+            return _open_ranks(options, config, _to_all(loading, _loading()))
         configure_threads(options.threads)
         from baton.engine.footprint import foresee
         from baton.engine.runner import TorchRunner
@@ -61,12 +61,12 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
         raise InvalidArgument(error.message, field=_OPTION_NAMES[error.field]) from error
 
 
-def _open_ranks(options: WorkerOptions, config: EngineConfig) -> ModelRunner:
+def _open_ranks(options: WorkerOptions, config: EngineConfig, progress: Loading) -> ModelRunner:
     """Opens the ranks as processes. This process computes nothing itself, and loads no torch."""
-    size = options.tensor_parallel
-    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // size)
-    ranks = RayRanks(size, threads, spin=bool(options.threads))
-    return RankedRunner.open(ranks, replace(config, threads=threads))
+    tensor, stages = options.tensor_parallel, options.pipeline_parallel
+    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // (tensor * stages))
+    ranks = RankProcesses(tensor, threads, stages=stages, spin=bool(options.threads))
+    return RankedRunner.open(ranks, replace(config, threads=threads), progress)
 
 
 def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineConfig:

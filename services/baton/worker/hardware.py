@@ -126,15 +126,16 @@ def settled(role: str, options: WorkerOptions) -> Iterator[Settled]:
     with ExitStack() as ends:
         gpus: list[Gpu] = []
         where = f"device=cpu ({options.device})"
+        ranks = options.tensor_parallel * options.pipeline_parallel
         if able := usable_gpus(options.device):
-            taken = claim(able, options.tensor_parallel)
+            taken = claim(able, ranks)
             ends.callback(taken.close)
             gpus = taken.gpus
             os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
             names = ", ".join(f"{gpu.name} {gpu.uuid} of {size(gpu.total_bytes)}" for gpu in gpus)
             shared = ", which another worker uses, too" if taken.sharing else ""
             where = f"device=cuda ({options.device}: {names}{shared})"
-        weights = _weights_bytes(Path(options.model)) // options.tensor_parallel
+        weights = _weights_bytes(Path(options.model)) // ranks
         found = sizes(role, min((gpu.total_bytes for gpu in gpus), default=None), weights)
         chosen = {
             name: getattr(found, name)

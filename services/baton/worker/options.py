@@ -46,10 +46,14 @@ class WorkerOptions(ServingOptions):
     threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)
     tensor_parallel: int = option(
         1,
-        "ranks that share the model, on this machine's CPUs. More than one takes Ray, which is "
-        "started for this worker alone, on loopback; there is no swap memory then, threads are "
-        "shared out, and exact holds among workers of as many ranks",
+        "ranks among which each layer's heads, experts and the vocabulary are split; one GPU "
+        "each, or a share of this machine's cores. Threads are shared out, and exact holds among "
+        "workers of as many ranks",
         unit="ranks", minimum=1, maximum=64,
+    )  # fmt: skip
+    pipeline_parallel: int = option(
+        1, "stages of consecutive layers, of tensor_parallel ranks each",
+        unit="stages", minimum=1, maximum=64,
     )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(

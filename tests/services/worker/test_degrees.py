@@ -28,7 +28,8 @@ POSITION_BYTES = 3 * 2 * 2 * 16 * 4
 """layers x (keys, values) x heads x elements x bytes"""
 
 SMALL = ("--device", "cpu", "--kv-memory-mib", "8", "--swap-host-mib", "0", "--transport", "nixl")
-RAY = ("--tensor-parallel", "2", "--threads", "2")
+TWO = ("--tensor-parallel", "2", "--threads", "2")
+STAGED = ("--tensor-parallel", "2", "--pipeline-parallel", "2", "--threads", "4")
 ONE = ("--threads", "1")
 REAL: Any = {"runner": "torch", "start_s": 240}
 
@@ -37,36 +38,22 @@ def command(role: str, block_size: int, *ranks: str) -> tuple[str, tuple[str, ..
     return f"baton.{role}", (*SMALL, "--block-size", str(block_size), *ranks)
 
 
-def in_threads(role: str, block_size: int) -> tuple[str, tuple[str, ...]]:
-    flags = (*SMALL, "--block-size", str(block_size), "--tensor-parallel", "2", *ONE)
-    return "tests.services.worker.local_ranks", (*flags, f"baton.{role}")
-
-
 @pytest.mark.parametrize(
     "prefill, decode, held",
     [
-        pytest.param(
-            command("prefill", 32, *RAY),
-            command("decode", 48, *ONE),
-            48,
-            id="Ray's two to one",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            command("prefill", 48, *ONE), in_threads("decode", 32), 64, id="one to two threads"
-        ),
+        pytest.param(command("prefill", 32, *STAGED), command("decode", 48, *TWO), 48, id="4-2"),
         pytest.param(
             command("prefill", 48, *ONE),
-            command("decode", 32, *RAY),
+            command("decode", 32, *STAGED),
             64,
-            id="one to Ray's two",
+            id="1-4",
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            in_threads("prefill", 16),
-            in_threads("decode", 48),
+            command("prefill", 16, *TWO),
+            command("decode", 48, *ONE),
             48,
-            id="two to two",
+            id="2-1",
             marks=pytest.mark.slow,
         ),
     ],

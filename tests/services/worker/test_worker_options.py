@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def test_the_pool_is_sized_by_what_is_free_unless_told() -> None:
 def test_every_field_of_the_engine_can_be_chosen() -> None:
     """But for those that are for tests and measurements."""
     reached = {field for _, field, _ in CHANGES.values()}
-    others = {"model", "max_step_tokens", "tokenizer_digest", "num_blocks", "attention"}
+    others = {"model", "max_step_tokens", "tokenizer_digest", "num_blocks", "attention", "decoder"}
     assert {field.name for field in fields(EngineConfig)} == reached | others
 
 
@@ -119,11 +118,4 @@ def test_the_fake_runner_has_one_rank() -> None:
         open_disturbed(
             DisturbedDecodeConfig(model="m", tensor_parallel=2), lambda done, total: None
         )
-    assert refused.value.field == "tensor_parallel"
-
-
-def test_ranks_without_ray_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InvalidArgument, match=r"baton\[ranks\]") as refused:
-        open_runner(replace(OPTIONS, tensor_parallel=2))
     assert refused.value.field == "tensor_parallel"

@@ -224,7 +224,8 @@ class Decoder(nn.Module):
         return head
 
     def forward(self, inputs: ForwardPass) -> torch.Tensor:
-        """Logits [S, vocab] of the sampled rows. The inputs have a context."""
+        """Logits [S, vocab] of the sampled rows; [S, 0] where other stages compute them. The inputs
+        have a context."""
         assert inputs.context is not None
         hidden: torch.Tensor = self.embedding(inputs.token_ids)[0]
         rotation = Rotation.of(self.rotary, hidden, inputs.positions)
@@ -232,6 +233,10 @@ class Decoder(nn.Module):
         for layer in self.layers:
             delta = layer(hidden, delta, rotation, inputs.context)
         assert delta is not None
+        if not hasattr(self.norm, "weight"):
+            # A stage: other ranks have the layers that follow.
+            self.norm(hidden.add_(delta))
+            return hidden.new_empty(len(inputs.sampled), 0)
         sampled = hidden.index_select(0, inputs.sampled)
         delta = delta.index_select(0, inputs.sampled)
         logits: torch.Tensor = self.head(self._operators.add_norm(sampled, delta, self.norm.weight))

@@ -1,6 +1,7 @@
-"""One model computed by several ranks, tensor-parallel, behind the one ModelRunner port.
+"""One model computed by several ranks behind the one ModelRunner port.
 
-In: step plans and payloads, at `runner.RankedRunner`. It sends them as messages to its ranks, Ray
-actors (`ray_ranks`); tests have threads in their place. Each is a `rank.Rank`: its heads, its slice
-of the weights (`shards`), its KV. Out: rank 0's results, and payloads in `shared` memory.
+In: step plans and payloads, at `runner.RankedRunner`. It sends them as messages over links (`link`)
+to its ranks, processes of this machine (`processes`); tests have threads in their place. Each is a
+`rank.Rank`: its part of the network (`shards`), its KV, and what it exchanges with the others
+(`group`). Out: the tokens of the rank that draws them, and payloads in `shared` memory.
 """

@@ -1,19 +1,24 @@
-"""RankedRunner, the ModelRunner port over several ranks; imports neither torch nor Ray.
+"""RankedRunner, the ModelRunner port over several ranks; imports no torch.
 
-All ranks get every plan and compute their heads of it; all of them draw the same tokens, and
-rank 0's are reported. KV moves through memory that all ranks map: each packs its heads into the
-payload where it lies, and no rank sees another's.
+Ranks form stages: each stage has some layers of the model (pipeline parallel), and the ranks of one
+stage share those layers' heads, experts and vocabulary (tensor parallel). All ranks get every plan.
+One of them, the first of the last stage, draws the tokens; where a plan is submitted before its
+tokens are known, that rank passes them on to the others on their own way, see `rank.Rank`.
 
-Messages between the runner and its ranks are plain values, encoded with msgspec; field types are
-checked on arrival. There is no pickle, whatever carries the bytes.
+KV moves through memory that all ranks map: each packs its heads and layers into the payload where
+it lies, and no rank sees another's. Steps and copies have links of their own, so that a copy runs
+beside a step.
+
+Messages are plain values, encoded with msgspec; field types are checked on arrival. There is no
+pickle.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -21,10 +26,68 @@ import msgspec
 from baton.core.errors import Internal, InvalidArgument
 from baton.core.kvcache.block_pool import Extents
 from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult, in_host
+from baton.core.request.request import SamplingParams
+from baton.core.scheduler.plan import (
+    KvPayload,
+    SampleRow,
+    StagingMemory,
+    StepPlan,
+    StepResult,
+    in_host,
+)
 from baton.engine.config import EngineConfig
 from baton.engine.kv.extents import check_extents, check_plan
+from baton.engine.ranks.link import Link, LinkLost, on_loss, receive_each
 from baton.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
+
+log = logging.getLogger(__name__)
+
+FIELD = "tensor_parallel"
+"""What the operator calls the number of ranks of a stage."""
+STAGES = "pipeline_parallel"
+"""What the operator calls the number of stages."""
+
+LOAD_S = 1800.0
+"""Longest time between two messages of a rank that loads."""
+STEP_S = 300.0
+"""Longest step or copy: the first one of a GPU compiles kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. Ranks are numbered stage by stage."""
+
+    rank: int
+    tensor: int
+    """Ranks of a stage."""
+    stages: int
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.stages
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def part(self) -> int:
+        """Which of its stage's parts the rank has."""
+        return self.rank % self.tensor
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens of all."""
+        return self.rank == sampler(self.tensor, self.stages)
+
+
+def sampler(tensor: int, stages: int) -> int:
+    """The rank that draws the tokens."""
+    return tensor * (stages - 1)
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -38,8 +101,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, tag=True):
-    """Write your heads' KV of the positions into the payload at `place`; or, unless packing, read
-    it from there."""
+    """Write your heads' and layers' KV of the positions into the payload at `place`; or, unless
+    packing, read it from there."""
 
     extents: Extents
     first_position: int
@@ -48,16 +111,25 @@ class Transfer(msgspec.Struct, frozen=True, tag=True):
     packing: bool
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far a rank has come with its weights."""
+
+    done_bytes: int
+    total_bytes: int
+
+
 class Opened(msgspec.Struct, frozen=True, tag=True):
     model: ModelDescription
     layout: KvLayout
-    """Of the rank's own heads."""
+    """Of payloads: over all heads and layers."""
     num_blocks: int
+    num_swap_blocks: tuple[int, int]
     not_exact_because: str
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
     result: StepResult
+    """Has tokens of the sampling rank only."""
 
 
 class Transferred(msgspec.Struct, frozen=True, tag=True):
@@ -67,91 +139,113 @@ class Transferred(msgspec.Struct, frozen=True, tag=True):
 class Refused(msgspec.Struct, frozen=True, tag=True):
     message: str
     field: str = ""
-    """What the operator has to change; "" for a fault of ours."""
+    """Of the configuration, or "" for a fault that is not the operator's."""
 
 
 Request = Open | Step | Transfer
-Answer = Opened | Stepped | Transferred | Refused
+Answer = Loading | Opened | Stepped | Transferred | Refused
 
-# A plan's sequences of tokens may be of any kind that can be read like a tuple.
-encode = msgspec.msgpack.Encoder(enc_hook=list).encode
-to_request = msgspec.msgpack.Decoder[Request](Request).decode
-to_answer = msgspec.msgpack.Decoder[Answer](Answer).decode
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def to_request(data: bytes) -> Request:
+    """Raises Internal for what is no request."""
+    try:
+        return _requests.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Internal("a rank was sent something that is no request") from error
+
+
+def _to_answer(data: bytes) -> Answer:
+    try:
+        return _answers.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Internal("a rank sent something that is no answer") from error
 
 
 class Ranks(Protocol):
-    """Ranks 0 to size - 1, each a `rank.Rank` that answers requests in order.
+    """The ranks of one worker, each at the other end of its links, in the order of ranks.
 
-    Called by the engine thread only. Real: `ray_ranks.RayRanks`; double: `LocalRanks` of the tests.
+    Real: `processes.RankProcesses`; double: `LocalRanks` of the tests, whose ranks are threads.
     """
 
     @property
-    def size(self) -> int: ...
+    def tensor(self) -> int: ...
 
-    def ask(self, request: bytes) -> Iterator[tuple[int, bytes]]:
-        """Tells all ranks the same and yields (rank, answer) as they come.
+    @property
+    def stages(self) -> int: ...
 
-        Raises Internal when a rank has died, or takes longer than any step can. Who stops asking
-        half way has to close: the ranks are out of step.
-        """
+    @property
+    def steps(self) -> Sequence[Link]:
+        """For everything but copies."""
 
-    def on_death(self, died: Callable[[], None]) -> None:
-        """Has `died` called, on a thread of its own, when a rank ends before `close`."""
+    @property
+    def copies(self) -> Sequence[Link]: ...
 
     def close(self) -> None:
         """Ends the ranks and frees what they hold. Idempotent."""
 
 
-log = logging.getLogger(__name__)
-
-FIELD = "tensor_parallel"
-"""What the operator calls the number of ranks."""
-
-
 class RankedRunner:
-    """Made by `open`, which takes the ranks over; `close` ends them. Engine thread only."""
+    """Made by `open`, which takes the ranks over; `close` ends them."""
+
+    depth = 2
+    """`submit` only sends the plan: this process prepares the next one while the ranks compute."""
+    copies_beside_steps = True
+    on_device = False
+    """Payloads are in host memory, which all ranks can share."""
 
     def __init__(self, ranks: Ranks, opened: Opened, block_size: int):
         self._ranks = ranks
+        self._sampler = sampler(ranks.tensor, ranks.stages)
         self.model = opened.model
-        self.layout = replace(opened.layout, num_kv_heads=opened.layout.num_kv_heads * ranks.size)
-        """Over all heads: payloads do not depend on the number of ranks."""
+        self.layout = opened.layout
+        """Payloads do not depend on the number of ranks."""
         self.num_blocks = opened.num_blocks
         self.block_size = block_size
-        self.num_swap_blocks = 0, 0
-        self.depth = 1
-        self.copies_beside_steps = self.on_device = False
-        """Ranks do one thing at a time."""
+        self.num_swap_blocks = opened.num_swap_blocks
         self.not_exact_because = opened.not_exact_because
-        self._results: deque[StepResult] = deque()
+        self._running: deque[int] = deque()
+        self._closed = False
         self._shared: Region | None = None
         self._scratch = Scratch()
 
     @classmethod
-    def open(cls, ranks: Ranks, config: EngineConfig) -> RankedRunner:
+    def open(
+        cls,
+        ranks: Ranks,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> RankedRunner:
         """Has every rank load its part. config: the worker's, memory is shared out here; but
-        threads are those of one rank.
+        threads are those of one rank. progress: called with bytes that the slowest rank has read,
+        and has to read.
 
         Raises InvalidArgument, naming the field, for what ranks cannot serve. Closes the ranks when
         it raises.
         """
         try:
-            if config.quantize != "none":
-                raise InvalidArgument("more than one rank takes quantize none", field=FIELD)
-            share = replace(
-                config,
-                kv_memory_bytes=config.kv_memory_bytes // ranks.size,
-                swap_host_bytes=0,
-                swap_disk_bytes=0,
-            )
-            opened = [answer for answer in _ask(ranks, Open(share)) if isinstance(answer, Opened)]
-            parts = {(each.layout, each.num_blocks, each.model) for each in opened}
-            if len(opened) != ranks.size or len(parts) != 1:
-                raise Internal("the ranks do not agree on what they loaded")
+            opened = _load(ranks, config, progress)
         except BaseException:
             ranks.close()
             raise
-        return cls(ranks, opened[0], config.block_size)
+        first = opened[0]
+        several = {(each.model, each.layout, each.num_blocks) for each in opened}
+        if len(several) != 1:
+            ranks.close()
+            raise Internal("the ranks do not agree on what they loaded")
+        host, disk = (min(each.num_swap_blocks[i] for each in opened) for i in (0, 1))
+        reasons = [each.not_exact_because for each in opened if each.not_exact_because]
+        agreed = msgspec.structs.replace(
+            first, num_swap_blocks=(host, disk), not_exact_because=next(iter(reasons), "")
+        )
+        return cls(ranks, agreed, config.block_size)
 
     @property
     def exact(self) -> bool:
@@ -161,15 +255,33 @@ class RankedRunner:
 
     def submit(self, plan: StepPlan) -> None:
         check_plan(plan, self)
-        answers = _ask(self._ranks, Step(plan))
-        if not isinstance(answers[0], Stepped):
-            raise Internal("a rank answered out of place")
-        self._results.append(answers[0].result)
+        # What tokens are drawn by concerns one rank, and may be long.
+        drawn, others = encode(Step(plan)), encode(Step(_without_sampling(plan)))
+        self._running.append(plan.step)
+        for rank, link in enumerate(self._ranks.steps):
+            self._send(link, drawn if rank == self._sampler else others)
 
     def collect(self) -> StepResult:
-        if not self._results:
+        if not self._running:
             raise Internal("no step was submitted")
-        return self._results.popleft()
+        step = self._running.popleft()
+        results: dict[int, StepResult] = {}
+        for rank, answer in _answers_of(self._ranks.steps, STEP_S):
+            if not isinstance(answer, Stepped) or answer.result.step != step:
+                raise Internal("a rank answered out of place")
+            results[rank] = answer.result
+        own = results.pop(self._sampler)
+        # A disk may have lost blocks of swap memory on any rank.
+        known = dict(own.failed)
+        lost = {s: why for each in results.values() for s, why in each.failed if s not in known}
+        if not lost:
+            return replace(own, swap_s=max([own.swap_s, *(r.swap_s for r in results.values())]))
+        return replace(
+            own,
+            tokens=tuple(t for t in own.tokens if t.sequence_id not in lost),
+            scored=tuple(s for s in own.scored if s.sequence_id not in lost),
+            failed=(*own.failed, *lost.items()),
+        )
 
     def staging_memory(self, num_bytes: int) -> StagingMemory | None:
         return None
@@ -186,11 +298,13 @@ class RankedRunner:
         self._transfer(extents, first_position, count, in_host(payload), packing=False)
 
     def on_death(self, died: Callable[[], None]) -> None:
-        """See Ranks.on_death. The process has to end then, whether or not a step is running."""
-        self._ranks.on_death(died)
+        """Calls `died` once, on a thread of its own, when a rank ends before `close`. The process
+        has to end then, whether or not a step is running."""
+        on_loss(self._ranks.steps, lambda: None if self._closed else died())
 
     def close(self) -> None:
-        self._results.clear()
+        self._closed = True
+        self._running.clear()
         self._ranks.close()
         self._scratch.close()
 
@@ -207,23 +321,76 @@ class RankedRunner:
             place, room = self._scratch.room(payload.nbytes)
         if room is not None and not packing:
             room[:] = payload.cast("B")
-        answers = _ask(self._ranks, Transfer(extents, first, count, place, packing))
-        if not all(isinstance(answer, Transferred) for answer in answers):
-            raise Internal("a rank answered out of place")
+        request = encode(Transfer(extents, first, count, place, packing))
+        for link in self._ranks.copies:
+            self._send(link, request)
+        for _, answer in _answers_of(self._ranks.copies, STEP_S):
+            if not isinstance(answer, Transferred):
+                raise Internal("a rank answered out of place")
         if room is not None and packing:
             payload.cast("B")[:] = room
 
+    def _send(self, link: Link, message: bytes) -> None:
+        try:
+            link.send(message, STEP_S)
+        except LinkLost:
+            raise Internal("a rank has died") from None
 
-def _ask(ranks: Ranks, request: Request) -> list[Answer]:
-    """All answers by rank. The first refusal is raised at once: the others may wait for that rank
-    and never answer."""
-    answers: dict[int, Answer] = {}
-    for rank, data in ranks.ask(encode(request)):
-        answer = to_answer(data)
-        if isinstance(answer, Refused):
-            log.error("rank %d refused: %s", rank, answer.message)
-            if answer.field:
-                raise InvalidArgument(answer.message, field=answer.field)
-            raise Internal(answer.message)
-        answers[rank] = answer
-    return [answers[rank] for rank in range(ranks.size)]
+
+_ANY = SamplingParams(temperature=0.0)
+
+
+def _without_sampling(plan: StepPlan) -> StepPlan:
+    """The plan for ranks that draw no tokens: they compute the same rows of logits."""
+    chunks = tuple(
+        chunk._replace(samples=tuple(SampleRow(row[0], 0, 0, _ANY) for row in chunk.samples))
+        for chunk in plan.chunks
+    )
+    return replace(plan, chunks=chunks)
+
+
+def _load(ranks: Ranks, config: EngineConfig, progress: Callable[[int, int], None]) -> list[Opened]:
+    size = ranks.tensor * ranks.stages
+    share = replace(
+        config,
+        kv_memory_bytes=config.kv_memory_bytes // size,
+        swap_host_bytes=config.swap_host_bytes // size,
+        swap_disk_bytes=config.swap_disk_bytes // size,
+    )
+    request = encode(Open(share))
+    try:
+        for link in ranks.steps:
+            link.send(request, LOAD_S)
+    except LinkLost:
+        raise Internal("a rank has died") from None
+    opened: dict[int, Opened] = {}
+    done = dict.fromkeys(range(size), 0)
+    while len(opened) < size:
+        waiting = [rank for rank in range(size) if rank not in opened]
+        for i, answer in _answers_of([ranks.steps[rank] for rank in waiting], LOAD_S):
+            if isinstance(answer, Loading):
+                done[waiting[i]] = answer.done_bytes
+                progress(min(done.values()), answer.total_bytes)
+            elif isinstance(answer, Opened):
+                opened[waiting[i]] = answer
+            else:
+                raise Internal("a rank answered out of place")
+    return [opened[rank] for rank in range(size)]
+
+
+def _answers_of(links: Sequence[Link], timeout_s: float) -> list[tuple[int, Answer]]:
+    """An answer of each link. The first refusal is raised at once: the others may wait for that
+    rank and never answer. Raises Internal when a rank has died or answers too late."""
+    answers: list[tuple[int, Answer]] = []
+    try:
+        for i, data in receive_each(links, timeout_s):
+            answer = _to_answer(data)
+            if isinstance(answer, Refused):
+                log.error("rank %d refused: %s", i, answer.message)
+                if answer.field:
+                    raise InvalidArgument(answer.message, field=answer.field)
+                raise Internal(answer.message)
+            answers.append((i, answer))
+    except LinkLost:
+        raise Internal("a rank has died or does not answer") from None
+    return answers

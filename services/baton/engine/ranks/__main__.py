@@ -1,0 +1,40 @@
+"""A rank as a process: `python -m baton.engine.ranks`, which `processes` starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+import msgspec
+
+from baton.engine.config import configure_threads
+from baton.engine.ranks.link import Link, on_loss
+from baton.engine.ranks.processes import RankArguments
+
+
+def main() -> int:
+    """The argument is RankArguments in JSON."""
+    arguments = msgspec.json.decode(sys.argv[1], type=RankArguments)
+    logging.basicConfig(
+        level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s"
+    )
+    steps = Link(socket.socket(fileno=arguments.steps_fd))
+    copies = Link(socket.socket(fileno=arguments.copies_fd))
+    # Whatever this rank waits for, without its worker it is of no use.
+    on_loss([steps], lambda: os._exit(1))
+    configure_threads(arguments.threads if arguments.spin else 0)
+    if not arguments.spin:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    from torch import distributed
+
+    from baton.engine.ranks.rank import Rank
+
+    store = distributed.FileStore(f"/proc/self/fd/{arguments.store_fd}", arguments.place.size)  # type: ignore[attr-defined]
+    Rank(arguments.place, store, neighbours=arguments.place.size).serve(steps, copies)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Link, one end of a stream of messages between the runner and a rank.
+
+A stream socket carries it, whichever kind: a pair of sockets where the rank is a process of this
+machine, TCP where it is on another one. The kernel ends the stream when the other process dies, so
+a lost rank is noticed at once by whoever waits for it, and `on_loss` notices it while nobody does.
+
+Messages are bytes behind their length. Of one link, one thread at a time sends and receives.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from time import monotonic
+
+_LENGTH = struct.Struct("<Q")
+_READ_BYTES = 1 << 18
+MAX_MESSAGE_BYTES = 1 << 30
+"""A longer message is no message of ours."""
+
+
+class LinkLost(Exception):
+    """The other end has closed the link or has died, or has not done its part within the time."""
+
+
+class Link:
+    """Takes the socket over; `close` closes it."""
+
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        self._socket = end
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def address(self) -> str:
+        """This end's own IP address; "" where there is none."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    def send(self, message: bytes, timeout_s: float) -> None:
+        """Raises LinkLost. While the other end takes nothing, what comes from it is read: it may be
+        sending, too, and would wait for us."""
+        end = monotonic() + timeout_s
+        data = memoryview(_LENGTH.pack(len(message)) + message)
+        while data:
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                _wait([self], select.POLLIN | select.POLLOUT, end)
+                self._read()
+            except OSError as error:
+                raise LinkLost from error
+
+    def receive(self, timeout_s: float | None) -> bytes:
+        """The next message; without a time, as long as the other end lives. Raises LinkLost."""
+        end = None if timeout_s is None else monotonic() + timeout_s
+        while (message := self._next()) is None:
+            _wait([self], select.POLLIN, end)
+            self._read()
+        return message
+
+    def close(self) -> None:
+        """Idempotent. The other end's next call raises LinkLost."""
+        with suppress(OSError):
+            # Ends the stream though `on_loss` holds the socket open.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _next(self) -> bytes | None:
+        """A message that has come in whole."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._received)
+        if size > MAX_MESSAGE_BYTES:
+            raise LinkLost
+        end = _LENGTH.size + size
+        if len(self._received) < end:
+            return None
+        message = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return message
+
+    def _read(self) -> None:
+        try:
+            part = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise LinkLost from error
+        if not part:
+            raise LinkLost
+        self._received += part
+
+
+def receive_each(links: Sequence[Link], timeout_s: float) -> Iterator[tuple[int, bytes]]:
+    """Yields (index, message), one message of each link, as they come. Raises LinkLost."""
+    end = monotonic() + timeout_s
+    waiting = dict(enumerate(links))
+    while waiting:
+        ready = [(i, found) for i, link in waiting.items() if (found := link._next()) is not None]
+        for i, message in ready:
+            del waiting[i]
+            yield i, message
+        if waiting and not ready:
+            _wait(list(waiting.values()), select.POLLIN, end)
+            for link in waiting.values():
+                link._read()
+
+
+def on_loss(links: Sequence[Link], lost: Callable[[], None]) -> None:
+    """Calls `lost` once, on a daemon thread, when the first of the links has ended, whichever of
+    the two ends closed it."""
+    ends = [link._socket.dup() for link in links]
+
+    def watch() -> None:
+        poll = select.poll()
+        for end in ends:
+            poll.register(end, select.POLLRDHUP)
+        poll.poll()
+        for end in ends:
+            end.close()
+        lost()
+
+    threading.Thread(target=watch, name="lost-links", daemon=True).start()
+
+
+def _wait(links: Sequence[Link], events: int, end: float | None) -> None:
+    """Until one of the links is ready. Raises LinkLost at `end`, a reading of the clock."""
+    poll = select.poll()
+    try:
+        for link in links:
+            poll.register(link, events)
+        ready = poll.poll(None if end is None else max(0.0, end - monotonic()) * 1000)
+    except (OSError, ValueError) as error:
+        raise LinkLost from error
+    if not ready:
+        raise LinkLost

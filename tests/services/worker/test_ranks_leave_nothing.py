@@ -1,0 +1,62 @@
+"""A worker and its ranks end together, and nothing of them stays."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.engine.tiny_models import save_tiny_model
+from tests.services.worker.pair import until
+from tests.services.worker.processes import Process, worker
+from tests.services.worker.test_degrees import REAL, SMALL, STAGED
+
+pytestmark = pytest.mark.chaos
+
+
+class Ranked:
+    """A serving worker and its ranks."""
+
+    def __init__(self, worker: Process) -> None:
+        self.worker = worker
+        own = psutil.Process(worker.process.pid)
+        self.ranks = [child for child in own.children() if "baton.engine.ranks" in child.cmdline()]
+
+    def alive(self) -> list[psutil.Process]:
+        return [rank for rank in self.ranks if rank.is_running() and rank.status() != "zombie"]
+
+
+@pytest.fixture
+async def ranked(tmp_path: Path) -> AsyncIterator[Ranked]:
+    folder = save_tiny_model("llama", tmp_path / "m")
+    async with worker("baton.decode", folder, *SMALL, *STAGED, **REAL) as process:
+        yield Ranked(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_ranks_end_with_their_worker(ranked: Ranked, number: signal.Signals) -> None:
+    assert len(ranked.ranks) == 4
+    ranked.worker.process.send_signal(number)
+    await ranked.worker.exit_code()
+    await until(lambda: not ranked.alive())
+
+
+@pytest.mark.parametrize("rank", range(4))
+async def test_a_worker_ends_with_any_of_its_ranks(ranked: Ranked, rank: int) -> None:
+    """Though it is idle, and nothing waits for the rank."""
+    ranked.ranks[rank].kill()
+    assert await ranked.worker.exit_code() == 1
+    await until(lambda: not ranked.alive())
+
+
+async def test_ranks_listen_to_nobody_but_each_other(ranked: Ranked) -> None:
+    listening = [
+        connection.laddr.ip
+        for rank in ranked.ranks
+        for connection in rank.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
