@@ -74,6 +74,14 @@ SECTIONS = (
         limit_s=120,
     ),
     Section(
+        "fused kernels",
+        "A",
+        "gpucheck.fused:run",
+        "the fused decoder's norms and gates, right and fast",
+        expected_s=25,
+        limit_s=90,
+    ),
+    Section(
         "kernel speed",
         "A",
         "gpucheck.kernels:speed",
