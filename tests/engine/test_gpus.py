@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from baton.core.errors import InvalidArgument, Unavailable
 from baton.engine.gpus import Gpu, claim, find_driver, select, visible
+from tests.engine.nvml import build
 
 GIB = 1 << 30
 FIRST = Gpu(0, "GPU-aaaa-1", "H100", 80 * GIB, 79 * GIB)
@@ -24,13 +24,7 @@ ALL = [FIRST, LARGE, SMALL]
 def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A library with the functions of NVML that are called, compiled: what is tested is how the
     real one would be called, types and all."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    made = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
-    source = Path(__file__).with_name("nvml.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, source], check=True)
-    return str(made)
+    return str(build(tmp_path_factory.mktemp("nvml")))
 
 
 def test_the_driver_tells_its_gpus_and_slices_in_place_of_their_gpu(nvml: str) -> None:

@@ -17,6 +17,8 @@ CHART = Path(__file__).resolve().parents[2] / "deploy/helm/baton"
 COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 ENGINES = ("prefill", "decode")
 VALUES_FILES = sorted(CHART.glob("ci/*-values.yaml"))
+PRESETS = sorted(CHART.glob("values-*.yaml"))
+SIZES = sorted(CHART.glob("values-gpu-*b.yaml"))
 CPU = CHART / "values-cpu.yaml"
 RELEASE = "try"
 TIMEOUT_S = 120.0
@@ -57,7 +59,7 @@ def render(
 
 def stack(file: Path) -> list[Path]:
     """The values files to give: a preset of a size comes after one of a network."""
-    return [CHART / "values-gpu-rdma.yaml", file] if file.stem == "values-gpu-70b" else [file]
+    return [CHART / "values-gpu-rdma.yaml", file] if file in SIZES else [file]
 
 
 @functools.cache

@@ -16,7 +16,17 @@ from tests.k8s.chart_cluster import (
     namespace,
     told,
 )
-from tests.k8s.charts import CHART, COMPONENTS, VALUES_FILES, Json, helm, render
+from tests.k8s.charts import (
+    CHART,
+    COMPONENTS,
+    GPU_SETS,
+    PRESETS,
+    VALUES_FILES,
+    Json,
+    helm,
+    render,
+    stack,
+)
 
 pytestmark = pytest.mark.k8s
 
@@ -50,10 +60,11 @@ def test_every_object_with_every_toggle_on_is_taken(on: str, off: str) -> None:
         apply(render(EVERYTHING, sets=scalers(on, off), namespace=here))
 
 
-@pytest.mark.parametrize("path", VALUES_FILES, ids=lambda path: path.stem)
-def test_every_values_file_is_taken(path: Path) -> None:
+@pytest.mark.parametrize("path", [*VALUES_FILES, *PRESETS], ids=lambda path: path.stem)
+def test_every_values_file_and_preset_is_taken(path: Path) -> None:
+    sets = GPU_SETS if path.name.startswith("values-gpu") else ()
     with namespace() as here:
-        apply(render(path, namespace=here))
+        apply(render(*stack(path), sets=sets, namespace=here))
 
 
 def test_a_field_that_nobody_knows_is_not_taken() -> None:

@@ -18,6 +18,7 @@ from tests.k8s.charts import (
     COMPONENTS,
     CPU,
     ENGINES,
+    PRESETS,
     VALUES_FILES,
     environment,
     helm,
@@ -30,7 +31,6 @@ from tests.k8s.charts import (
 
 pytestmark = pytest.mark.k8s
 
-PRESETS = sorted(CHART.glob("values-*.yaml"))
 FILES = [*VALUES_FILES, *PRESETS]
 EVERYTHING = CHART / "ci/everything-values.yaml"
 
@@ -45,8 +45,8 @@ READY = {
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
-def test_there_are_nine_values_files_and_four_presets() -> None:
-    assert (len(VALUES_FILES), len(PRESETS)) == (9, 4)
+def test_there_are_nine_values_files_and_five_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (9, 5)
 
 
 @pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
@@ -166,15 +166,18 @@ def test_a_gpu_comes_with_its_image_and_its_device() -> None:
         assert container["image"].startswith(f"{image}:")
 
 
-def test_a_large_models_ranks_have_a_gpu_each_and_time_to_load() -> None:
-    found = pods(rendered(CHART / "values-gpu-70b.yaml"))
+@pytest.mark.parametrize(("size", "ranks", "startup_s"), [("70b", 4, 3600), ("405b", 8, 7200)])
+def test_a_large_models_ranks_have_a_gpu_each_and_time_to_load(
+    size: str, ranks: int, startup_s: int
+) -> None:
+    found = pods(rendered(CHART / f"values-gpu-{size}.yaml"))
     for component in ENGINES:
         container = found[component]["containers"][0]
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == ranks
         assert container["resources"]["limits"]["rdma/hca_shared"] == 1, "the network's stays"
-        assert environment(found[component])["BATON_TENSOR_PARALLEL"] == "4"
+        assert environment(found[component])["BATON_TENSOR_PARALLEL"] == str(ranks)
         startup = container["startupProbe"]
-        assert startup["failureThreshold"] * startup["periodSeconds"] == 3600
+        assert startup["failureThreshold"] * startup["periodSeconds"] == startup_s
 
 
 def test_claimed_gpus_take_the_place_of_a_plugins() -> None:
