@@ -143,16 +143,20 @@ class Paged:
 
     def expected(self) -> list[torch.Tensor]:
         """In float64, by the definition."""
-        case = self.case
-        return [
-            attention(
-                sequence.query[:, sequence.start :],
-                sequence.key,
-                sequence.value,
-                scale=case.scale,
-                window=case.window,
-                softcap=case.softcap,
-                sinks=self.sinks,
-            )
-            for sequence in self.sequences
-        ]
+        return [self._attention(sequence, sequence.value) for sequence in self.sequences]
+
+    def magnitudes(self) -> list[torch.Tensor]:
+        """The same of the values without their signs: an error of every weight by at most its share
+        e is one of the output by at most e times this."""
+        return [self._attention(sequence, sequence.value.abs()) for sequence in self.sequences]
+
+    def _attention(self, sequence: PagedSequence, value: torch.Tensor) -> torch.Tensor:
+        return attention(
+            sequence.query[:, sequence.start :],
+            sequence.key,
+            value,
+            scale=self.case.scale,
+            window=self.case.window,
+            softcap=self.case.softcap,
+            sinks=self.sinks,
+        )

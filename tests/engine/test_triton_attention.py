@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from baton.engine.attention.triton import decode, shapes
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.machine import check_interpreter
 from tests.engine.paged import Case, Paged
 
-TOLERANCE = {"float32": 2e-6, "float16": 3e-3, "bfloat16": 3e-2}
+FLOAT32_ERROR = 2e-6
+"""Of sums of products, and of exponentials of them, in float32."""
 
 CASES = {
     "plain": Case(),
@@ -28,7 +34,6 @@ CASES = {
     "softcap": Case(softcap=5.0),
     "sinks": Case(sinks=True, spans=((0, 3), (40, 50), (265, 270))),
     "everything": Case(3, 2, 80, 48, 100, 3.0, True, "float32", 32, ((34, 40), (275, 280))),
-    "half": Case(dtype="float16"),
 }
 
 SLOW_CASES = {
@@ -40,13 +45,49 @@ SLOW_CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def bfloat16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mends the interpreter, which keeps bfloat16 as the whole numbers of its bits: it multiplies
+    these, and cuts float32 off where a GPU rounds to the nearest. Products of bfloat16 are exact
+    in float32, and their sums are float32 on a GPU, too."""
+    multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return TensorHandle(bits.view(np.float32), tl.float32)
+
+    def dot(self: Any, a: TensorHandle, b: TensorHandle, *others: Any) -> TensorHandle:
+        return multiply(self, widened(a), widened(b), *others)
+
+    def rounding(self: Any, source: TensorHandle, kind: Any) -> TensorHandle:
+        if source.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return cast(self, source, kind)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding)
+
+
 def check(case: Case, device: str, *, exact: bool) -> None:
-    """In pieces of several sizes and single tokens, all rows equal the definition."""
+    """In pieces of several sizes and single tokens, all rows equal the definition.
+
+    Queries, keys and values are given in the case's type, and their products are exact in float32.
+    What is rounded to a type of 8 or 11 bits is each weight, once, before it multiplies a value,
+    and the output: each by at most half of the type's epsilon.
+    """
     paged = Paged(case, device, exact=exact)
     ends = [1, 4, 33, 34, 35, case.longest - 9, case.longest - 1]
-    for got, wanted in zip(paged.run(ends), paged.expected(), strict=True):
-        worst = float((got.double() - wanted).abs().max())
-        assert worst <= TOLERANCE[case.dtype] * max(1.0, float(wanted.abs().max()))
+    epsilon = 0.0 if case.dtype == "float32" else torch.finfo(getattr(torch, case.dtype)).eps
+    outputs = zip(paged.run(ends), paged.expected(), paged.magnitudes(), strict=True)
+    for got, wanted, magnitude in outputs:
+        error = (got.double() - wanted).abs()
+        rounded = epsilon / 2 * (magnitude + wanted.abs())
+        float32 = FLOAT32_ERROR * max(1.0, float(wanted.abs().max()))
+        # Errors of scores count for more where the exponential multiplies them.
+        assert bool((error <= 1.02 * rounded + 10 * float32 * (epsilon > 0) + float32).all())
 
 
 @pytest.mark.deep
@@ -62,6 +103,21 @@ def test_so_is_the_exact_form(name: str, device: str) -> None:
     check(CASES[name], device, exact=True)
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_so_are_short_floats(name: str, dtype: str, device: str) -> None:
+    check(replace(CASES[name], dtype=dtype), device, exact=False)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "everything")])
+def test_so_are_all_cases_of_short_floats(name: str, dtype: str, device: str) -> None:
+    check(replace(CASES[name], dtype=dtype), device, exact=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", SLOW_CASES)
@@ -72,9 +128,9 @@ def test_all_head_sizes_and_groups(name: str, exact: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", CASES | SLOW_CASES)
+@pytest.mark.parametrize("name", SLOW_CASES)
 def test_short_floats_on_the_device(name: str, dtype: str) -> None:
-    check(replace((CASES | SLOW_CASES)[name], dtype=dtype), "cuda", exact=False)
+    check(replace(SLOW_CASES[name], dtype=dtype), "cuda", exact=False)
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

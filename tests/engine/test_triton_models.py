@@ -14,6 +14,7 @@ from baton.core.scheduler.plan import Chunk, StepPlan
 from baton.engine import selfcheck
 from baton.engine.attention.triton.backend import TritonBackend
 from baton.engine.config import EngineConfig
+from baton.engine.graphs import refusing_host_waits
 from baton.engine.loader import load, probe_attention, run_network, wire
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import random_prompts, scattered
@@ -51,6 +52,16 @@ class Model:
         """In buffers that stay, as a graph does."""
         return run_network(self._network, self._fill(plan, rows))
 
+    @torch.inference_mode()
+    def run_as_recorded(self, rows: int) -> None:
+        """A step of nothing but padding, in which the host may wait for nothing. Experts take the
+        form that GPUs take: the loop of CPUs looks at values."""
+        if self._network._can_set_experts_implementation():  # type: ignore[operator]
+            self._network.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+        inputs = self._fill(StepPlan(0, ()), rows)
+        with refusing_host_waits():
+            run_network(self._network, inputs)
+
 
 def check(folder: Path, arch: str, device: str) -> None:
     """Prompts packed and chunked, then tokens of decode in a batch with padding."""
@@ -72,6 +83,8 @@ def check(folder: Path, arch: str, device: str) -> None:
         logits = model.decode(StepPlan(0, tuple(chunks)), 4)
         assert logits.shape == (4, VOCAB)
         torch.testing.assert_close(logits[:2], torch.stack(expected()), rtol=2e-3, atol=2e-3)
+    for rows in (1, 4):
+        model.run_as_recorded(rows)
 
 
 @pytest.mark.deep
