@@ -368,7 +368,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", default="cuda", metavar="NAME",
         help="cuda, cuda:N, GPU-UUID or MIG-UUID; cpu: rehearse (default %(default)s)",
     )  # fmt: skip
-    cache = Path(tempfile.gettempdir()) / "baton-gpu-check"
+    cache = Path.home() / ".cache/baton/gpu-check"
     parser.add_argument("--cache", type=Path, default=cache, help="compiled kernels are kept here")
     chosen = parser.parse_args(arguments)
     if chosen.list:

@@ -42,9 +42,7 @@ def transformers(check: Check) -> Iterator[Result]:
     def chunk() -> object:
         return network(input_ids=ids, use_cache=False, logits_to_keep=1)
 
-    taken = seconds(chunk, check.device, 5)
-    name = f"transformers, prefill, {s.chunk} tokens"
-    yield check.speed(name, prefill_flops(s.shape, s.chunk, 0) / taken, "FLOP/s", MATMUL)
+    yield from _prefill_beside(check, "transformers", s, seconds(chunk, check.device, 5))
     for batch in s.batches:
         step = _decode_step(check, network, s, batch)
         yield from _beside(check, "transformers", batch, step)
@@ -91,9 +89,9 @@ def vllm(check: Check) -> Iterator[Result]:
         )
     numbers = random.Random(7)
 
-    def timed(batch: int, count: int) -> float:
+    def timed(batch: int, count: int, prompt: int = s.prompt) -> float:
         prompts = [
-            {"prompt_token_ids": [numbers.randrange(s.shape.vocab) for _ in range(s.prompt)]}
+            {"prompt_token_ids": [numbers.randrange(s.shape.vocab) for _ in range(prompt)]}
             for _ in range(batch)
         ]
         params = peer.SamplingParams(
@@ -103,10 +101,21 @@ def vllm(check: Check) -> Iterator[Result]:
         engine.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - began
 
+    timed(1, 1, s.chunk)
+    yield from _prefill_beside(check, "vllm", s, timed(1, 1, s.chunk))
     for batch in s.batches:
         timed(batch, 2)
         step = (timed(batch, new_tokens) - timed(batch, 1)) / (new_tokens - 1)
         yield from _beside(check, "vllm", batch, step, VLLM_GOAL)
+
+
+def _prefill_beside(check: Check, engine: str, s: Sizes, taken_s: float) -> Iterator[Result]:
+    """Another engine's first chunk of a prompt, and ours as a share of it."""
+    theirs = prefill_flops(s.shape, s.chunk, 0) / taken_s
+    yield check.speed(f"{engine}, prefill, {s.chunk} tokens", theirs, "FLOP/s", MATMUL)
+    ours = check.known.get(f"prefill, {s.chunk} tokens after 0")
+    if ours is not None:
+        yield compared(f"our prefill beside {engine}", ours, "FLOP/s", theirs)
 
 
 def _beside(
