@@ -112,7 +112,7 @@ def test_a_gpu_that_another_program_uses_comes_last(tmp_path: Path) -> None:
 def test_ranks_take_different_gpus_or_none(tmp_path: Path) -> None:
     taken = claim(ALL, 2, tmp_path)
     assert taken.gpus == [FIRST, LARGE]
-    with pytest.raises(InvalidArgument, match="4 GPUs are needed") as refused:
+    with pytest.raises(InvalidArgument, match="4 whole GPUs are needed") as refused:
         claim(ALL, 4, tmp_path)
     assert refused.value.field == "device"
     third = claim(ALL, 1, tmp_path)

@@ -47,6 +47,10 @@ class Gpu:
     free_bytes: int
     """When it was listed."""
 
+    @property
+    def is_whole(self) -> bool:
+        return not self.uuid.startswith("MIG-")
+
 
 @dataclass(frozen=True, slots=True)
 class Driver:
@@ -234,7 +238,7 @@ def claim(gpus: Sequence[Gpu], count: int, folder: Path | None = None) -> Claim:
     """
     if count > len(gpus):
         raise InvalidArgument(
-            f"{count} GPUs are needed, one for each rank, and {len(gpus)} can be used here",
+            f"{count} whole GPUs are needed, one for each rank, and {len(gpus)} can be used here",
             field="device",
         )
     folder = folder or _own_folder()

@@ -128,7 +128,8 @@ def settled(role: str, options: WorkerOptions) -> Iterator[Settled]:
         where = f"device=cpu ({options.device})"
         ranks = options.tensor_parallel * options.pipeline_parallel
         if able := usable_gpus(options.device):
-            taken = claim(able, ranks)
+            # Slices cannot reach each other: NCCL adds up nothing between them.
+            taken = claim([gpu for gpu in able if ranks == 1 or gpu.is_whole], ranks)
             ends.callback(taken.close)
             gpus = taken.gpus
             os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
@@ -142,7 +143,9 @@ def settled(role: str, options: WorkerOptions) -> Iterator[Settled]:
             for name in Sizes.__dataclass_fields__
             if not getattr(options, name)
         }
-        made = replace(options, device="cuda" if gpus else "cpu", **chosen)
+        # Prompts are not recorded: a prefill worker would record decode steps that it never runs.
+        graphs = options.graphs and role == "decode"
+        made = replace(options, device="cuda" if gpus else "cpu", graphs=graphs, **chosen)
         given = f"{size(weights)} of weights" if weights else "weights of unknown size"
         texts = [where, *(f"{name}={value}" for name, value in chosen.items())]
         yield Settled(made, f"{' '.join(texts)}; by role {role}, device and {given}")

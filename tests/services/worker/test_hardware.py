@@ -78,6 +78,24 @@ def test_a_gpu_is_taken_and_becomes_the_only_one(machine: Callable[..., None]) -
             assert second.options.max_running == 128
 
 
+def test_ranks_take_whole_gpus(machine: Callable[..., None]) -> None:
+    parts = [Gpu(1, f"MIG-{i}", "H100 MIG 1g.10gb", 10 * GIB, 10 * GIB) for i in range(2)]
+    machine(H100, *parts)
+    with settled("decode", DecodeConfig(model="m", device="MIG-0")):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-0"
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+    both = DecodeConfig(model="m", tensor_parallel=2)
+    with pytest.raises(InvalidArgument, match="2 whole GPUs are needed"), settled("decode", both):
+        pass
+
+
+def test_only_decode_records_decode_steps(machine: Callable[..., None]) -> None:
+    machine(H100)
+    for role, recorded in (("prefill", False), ("decode", True)):
+        with settled(role, DecodeConfig(model="m")) as found:
+            assert found.options.graphs is recorded
+
+
 def test_what_the_operator_says_is_kept(machine: Callable[..., None]) -> None:
     machine(H100)
     said = DecodeConfig(model="m", step_tokens=99, max_running=3, memory_share=0.5)
