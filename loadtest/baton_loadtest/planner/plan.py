@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
         help="of weights and KV (auto: float32 on a CPU, the model's own on a GPU)",
     )  # fmt: skip
-    memory.add_argument("--quantize", choices=("none", "int8"), default="none")
+    memory.add_argument("--quantize", choices=("none", "int8", "fp8"), default="none")
     memory.add_argument(
         "--context", type=int, default=0, metavar="N",
         help="positions of the longest sequence (default: the model's)",

@@ -157,7 +157,7 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--quantize", choices=CHOICES["quantize"], default=defaults.quantize,
-        help="weights of linear layers as 8-bit integers (default %(default)s)",
+        help="weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--device", default=defaults.device, metavar="NAME",

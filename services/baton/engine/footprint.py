@@ -22,7 +22,7 @@ from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from baton.engine.attention.kernels import choose_kernel, flash_cpu
 from baton.engine.config import EngineConfig
-from baton.engine.linear import are_known_experts, worth_quantizing
+from baton.engine.linear import are_known_experts, worth_fp8, worth_quantizing
 from baton.engine.loader import AttentionShape, LoadedModel, outline, probe_attention
 from baton.engine.memory import (
     MemoryPlan,
@@ -35,8 +35,8 @@ _LAYER_COPIES = 4
 """How many tensors of a layer's width live at once while it is computed: residual, normed input,
 two branches of a gated product or a rotation and its parts."""
 
-_INT8_BYTES_PER_OUTPUT = 8
-"""A scale and an offset."""
+_BYTES_PER_OUTPUT = {"int8": 8, "fp8": 4}
+"""A scale, and int8's offset."""
 
 _LOGIT_COPIES = 6
 """float32 tensors of a row of logits that sampling makes: distances, counts of tokens (whose memory
@@ -56,12 +56,18 @@ def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> in
             if (id(tensor), matrix is not None) in seen:
                 continue
             seen.add((id(tensor), matrix is not None))
-            if matrix is not None and quantize == "int8" and worth_quantizing(matrix):
+            if matrix is not None and _is_quantized(matrix, quantize):
                 rows = tensor.numel() // matrix.shape[1]
-                total += tensor.numel() + rows * _INT8_BYTES_PER_OUTPUT
+                total += tensor.numel() + rows * _BYTES_PER_OUTPUT[quantize]
             else:
                 total += tensor.numel() * tensor.element_size()
     return total
+
+
+def _is_quantized(matrix: torch.Tensor, quantize: str) -> bool:
+    if quantize == "fp8":
+        return worth_fp8(matrix)
+    return quantize == "int8" and worth_quantizing(matrix)
 
 
 def _matrix(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor | None:

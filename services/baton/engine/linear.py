@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.functional import ScalingType, scaled_mm
 from transformers.pytorch_utils import Conv1D
 
 from baton.core.errors import InvalidArgument
@@ -212,6 +213,69 @@ def _check_sums(
         )
 
 
+# fp8: weights are scaled per output and activations per row, as with int8, to the range of e4m3
+# (4 bits of exponent, 3 of mantissa). Sums are floats, whose order the number of rows may change.
+
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+# Matrices of fewer columns or rows, or of other multiples, are not taken by a GPU's product.
+_FP8_MULTIPLE = 16
+_FP8_CAPABILITY = (8, 9)
+
+
+def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidArgument(field="quantize") where there are no fp8 products: on GPUs older than
+    Ada and Hopper, and for models that compute in something else than bfloat16 there. On CPUs they
+    are the definition, and slow."""
+    if device.type != "cuda":
+        return
+    if dtype != torch.bfloat16:
+        raise InvalidArgument("quantize fp8 needs dtype bfloat16 on a GPU", field="quantize")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise InvalidArgument(
+            "quantize fp8 needs a GPU of compute capability 8.9 or newer", field="quantize"
+        )
+
+
+def worth_fp8(weight: torch.Tensor) -> bool:
+    """Whether a weight [outputs, inputs] becomes fp8."""
+    return worth_quantizing(weight) and all(size % _FP8_MULTIPLE == 0 for size in weight.shape)
+
+
+def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, inputs] -> float8_e4m3fn [n, inputs] and float32 scales [n, 1]: rows are about their
+    product. A row that holds a number that is none becomes one of none."""
+    wide = rows.float()
+    scales = wide.abs().amax(1, keepdim=True).mul_(1 / _LARGEST_FP8).clamp_min_(_TINY)
+    return (wide / scales).to(torch.float8_e4m3fn), scales
+
+
+def _bind_fp8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    held, scales = quantize_rows_fp8(weight.detach())
+    outputs, inputs = weight.shape
+    columns, by_output = held.t(), scales.t().contiguous()
+    by_row_and_output = ScalingType.RowWise
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, inputs)
+        shape = *rows.shape[:-1], outputs
+        if not len(flat):
+            return rows.new_empty(shape)
+        quants, by_row = quantize_rows_fp8(flat)
+        output: torch.Tensor = scaled_mm(
+            quants, columns, by_row, by_row_and_output, by_output, by_row_and_output,
+            output_dtype=rows.dtype,
+        )  # fmt: skip
+        if bias is not None:
+            output = output + bias
+        return output.view(shape)
+
+    return product
+
+
+FP8 = Form("fp8", _bind_fp8, lambda dtype, device: True)
+"""e4m3 weights with a scale per output."""
+
+
 _FORMS = (PACKED, TRANSPOSED, PLAIN)
 # Matrices of at most so many elements (1 MiB in float32) are timed. Larger ones come from memory
 # while a model runs, and in a loop over one of them they would not: what such timings preferred was
@@ -309,6 +373,10 @@ class Chooser:
     def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> Choice:
         if self.quantize == "int8" and worth_quantizing(weight):
             return Choice(INT8, fewest=fewest_rows(INT8, weight, bias))
+        if self.quantize == "fp8" and worth_fp8(weight):
+            if self.exact:
+                raise NotExact("sums of fp8 products may depend on how many rows there are")
+            return Choice(FP8)
         forms = [form for form in _FORMS if form.fits(weight.dtype, weight.device)]
         small = weight.numel() <= _SMALL
         if self.exact:
@@ -518,7 +586,7 @@ def swap(
 ) -> frozenset[int]:
     """Replaces nn.Linear, GPT-2's Conv1D and experts.
 
-    quantize: "none" or "int8". max_batch: how many sequences a step decodes at most. Returns the
+    quantize: as in EngineConfig. max_batch: how many sequences a step decodes at most. Returns the
     numbers of rows that all layers compute as they are; none when they do so with any. Raises
     NotExact when exact cannot be had; `loosen` then makes the best of it.
     """

@@ -30,7 +30,7 @@ from baton.engine.device import choose_device
 from baton.engine.digest import fetched_digest, model_digest
 from baton.engine.fused.decoder import Decoder
 from baton.engine.kv.cache import DTYPES
-from baton.engine.linear import check_int8
+from baton.engine.linear import check_fp8, check_int8
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +185,8 @@ def load(
     device = device or choose_device(config.device)
     if config.quantize == "int8":
         check_int8(device)
+    elif config.quantize == "fp8":
+        check_fp8(device, _dtype(config.dtype, device, settings))
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
     digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
@@ -216,6 +218,8 @@ def outline(config: EngineConfig) -> LoadedModel:
     device = choose_device(config.device)
     if config.quantize == "int8" and device.type != "cpu":
         check_int8(device)
+    elif config.quantize == "fp8":
+        check_fp8(device, _dtype(config.dtype, device, settings))
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=_dtype(config.dtype, device, settings), attn_implementation="eager"

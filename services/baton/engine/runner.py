@@ -247,8 +247,8 @@ class TorchRunner:
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch
         on_gpu = self.on_device
-        # A GPU's libraries have no packed weights; only exactness needs layers of our own.
-        packs = config.exact or not on_gpu
+        # A GPU's libraries have no packed weights; only exactness and fp8 need layers of our own.
+        packs = config.exact or not on_gpu or quantize == "fp8"
         checked = False
         if self._network is not own:
             right = True
@@ -275,11 +275,12 @@ class TorchRunner:
                 self._row_counts = frozenset()
                 log.warning("exact mode cannot be had: %s", self.not_exact_because)
                 loosen(self._network, quantize=quantize, max_batch=max_batch)
-        elif on_gpu:
-            self.not_exact_because = "a GPU's products depend on how many rows they have"
         else:
-            self._pack_weights(config, exact=False)
-            self._row_counts = self._peers.common(self._row_counts)
+            if on_gpu:
+                self.not_exact_because = "a GPU's products depend on how many rows they have"
+            if packs:
+                self._pack_weights(config, exact=False)
+                self._row_counts = self._peers.common(self._row_counts)
         if quantize == "none" and not checked:
             check.parity()
         if config.graphs and on_gpu:

@@ -57,7 +57,9 @@ class WorkerOptions(ServingOptions):
     )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
-        "none", "weights of linear layers in fewer bits", choices=CHOICES["quantize"]
+        "none",
+        "weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs",
+        choices=CHOICES["quantize"],
     )
     graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
     decoder: str = option(
