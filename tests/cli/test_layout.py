@@ -30,7 +30,7 @@ def test_every_process_has_its_own_ports_and_the_router_knows_all() -> None:
     assert len({spec.name for spec in layout.processes}) == len(layout.processes)
     for router in (spec for spec in layout.processes if spec.role == "router"):
         known = flags(router.command)
-        for role in ("tokenizer", "prefill", "decode", "detokenizer"):
+        for role in ("tokenizer", "prefill", "decode", "detokenizer", "router"):
             wanted = [spec.grpc for spec in layout.processes if spec.role == role]
             assert known[f"--{role}s"].split(",") == wanted
 

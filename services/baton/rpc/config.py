@@ -87,7 +87,8 @@ class Option:
     @property
     def help(self) -> str:
         """The description with what is allowed, the default and the unit, for argparse."""
-        default = f"default {render(self, self.default)} {self.unit}".strip()
+        unit = f" {self.unit}" if self.unit and self.default != "" else ""
+        default = f"default {render(self, self.default)}{unit}"
         must = "required" if self.required else default
         return f"{self.schema['description']} ({self.allowed}; {must})".replace("%", "%%")
 

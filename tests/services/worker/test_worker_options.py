@@ -10,9 +10,16 @@ import pytest
 
 from baton.cli.layout import resolve_model
 from baton.core.errors import InvalidArgument
+from baton.core.scheduler.policy import QueueLimit
 from baton.engine.config import MIB, EngineConfig
 from baton.rpc.config import load
-from baton.testing.worker import DisturbedDecodeConfig, DisturbedPrefillConfig, open_disturbed
+from baton.testing.worker import (
+    DisturbedDecodeConfig,
+    DisturbedPrefillConfig,
+    open_disturbed,
+    replace_constants,
+)
+from baton.worker import options as worker_options
 from baton.worker.engine import engine_config, open_runner
 from baton.worker.options import DecodeConfig, PrefillConfig, WorkerOptions
 
@@ -105,6 +112,15 @@ def test_who_serves_cannot_be_disturbed(cls: type[WorkerOptions], flag: str) -> 
     with pytest.raises(SystemExit) as caught:
         load(cls, ["--model", "m", flag, "1"], {}, prog="baton-test")
     assert caught.value.code == 2
+
+
+def test_constants_are_replaced_for_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_options, "MAX_WAITING", worker_options.MAX_WAITING)
+    replace_constants("baton.worker.options.MAX_WAITING=7")
+    assert OPTIONS.queue_limit == QueueLimit(2 * OPTIONS.step_tokens, 7)
+    for wrong in ("baton.worker.options.NO_SUCH=7", "baton.worker.options.MAX_WAITING=many"):
+        with pytest.raises((AttributeError, ValueError)):
+            replace_constants(wrong)
 
 
 @pytest.fixture
