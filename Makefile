@@ -153,8 +153,8 @@ bench: install ## Measure the relay against the same engine in one process
 bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
 	@$(FIGURES) engine engine-500m cost batching stalls
 
-bench-kv: install ## Measure the KV hand-over (about 4 minutes)
-	@$(FIGURES) kv
+bench-kv: install ## Measure the KV hand-over and ranks (about 6 minutes)
+	@$(FIGURES) kv ranks
 
 bench-router: install ## Measure overload, fairness, slow readers, batches and the router's own cost (about half an hour)
 	@$(FIGURES) overload fairness readers router routing batch

@@ -58,6 +58,7 @@ FIGURES = {
     "batching": Figure("bench batching", plot=True),
     "stalls": Figure("bench stalls", plot=True),
     "kv": Figure("bench kv", plot=True),
+    "ranks": Figure("bench ranks --rounds 5 --shape 8m"),
     "cold": Figure("bench cold --rounds 2"),
     "drain": Figure("bench drain --prompt-tokens 800 --output-tokens 250"),
     "overload": Figure("bench overload"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.layout import UpOptions, plan, resolve_model
+from baton.cli.layout import UpOptions, memory_flags, plan, resolve_model
 from baton.core.errors import InvalidArgument
 
 
@@ -83,6 +83,24 @@ def test_engines_share_the_cores_unless_told(monkeypatch: pytest.MonkeyPatch) ->
     assert plan(UpOptions(prefill=2, decode=2)).threads == 2
     assert plan(UpOptions(prefill=8, decode=8)).threads == 1
     assert plan(UpOptions(threads=3)).threads == 3
+
+
+def test_workers_are_given_their_ranks() -> None:
+    layout = plan(UpOptions(tensor_parallel=2, pipeline_parallel=3))
+    for process in layout.processes:
+        ranked = process.role in ("prefill", "decode")
+        assert ("--tensor-parallel" in process.command) is ranked
+        if ranked:
+            at = process.command.index("--pipeline-parallel")
+            assert process.command[at + 1] == "3"
+    with pytest.raises(InvalidArgument) as refused:
+        plan(UpOptions(pipeline_parallel=0))
+    assert refused.value.field == "pipeline_parallel"
+
+
+def test_workers_of_several_ranks_share_gpus(tmp_path: Path) -> None:
+    assert memory_flags(tmp_path, 2, 4, ranks=2) == ()
+    assert memory_flags(tmp_path, 2, 2, ranks=2) == ("--memory-share", "0.450")
 
 
 def test_pinning_goes_to_the_right_processes() -> None:

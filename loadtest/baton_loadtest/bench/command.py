@@ -22,6 +22,8 @@ BENCHMARKS = {
     "batching": "continuous against static batching, one engine (3 minutes)",
     "stalls": "what arriving long prompts do to sequences that run (4 minutes)",
     "kv": "what a hand-over costs, and what of it is hidden (3 minutes)",
+    "ranks": "a model on several ranks of this machine, and what their machinery costs a step "
+    "(2 minutes)",
     "drain": "how long streams pause when their decode worker leaves, with KV moved and without "
     "(6 minutes)",
     "readers": "what readers that stall and senders that crawl cost everybody else (4 minutes)",

@@ -22,8 +22,9 @@ from baton.worker.hardware import CPU_SHARE, GPU_SHARE, usable_gpus
 _FLOAT32_BYTES = 4
 
 
-def memory_flags(folder: Path, engines: int, num_gpus: int) -> tuple[str, ...]:
-    """Returns the flags for the memory of each of `engines` processes that serve a model.
+def memory_flags(folder: Path, engines: int, num_gpus: int, ranks: int = 1) -> tuple[str, ...]:
+    """Returns the flags for the memory of each of `engines` workers of `ranks` ranks that serve a
+    model.
 
     On GPUs, which the processes take evenly, those that share one get equal parts of it. On CPUs
     the amount is fixed once for all of them, from the free memory before the first one starts, so
@@ -31,7 +32,7 @@ def memory_flags(folder: Path, engines: int, num_gpus: int) -> tuple[str, ...]:
     InvalidArgument if the weights alone do not fit.
     """
     if num_gpus:
-        on_one = -(-engines // num_gpus)
+        on_one = -(-engines * ranks // num_gpus)
         return () if on_one == 1 else ("--memory-share", f"{GPU_SHARE / on_one:.3f}")
     free = host_free_bytes()
     weights = _FLOAT32_BYTES * num_weights(folder)
@@ -97,6 +98,11 @@ class UpOptions:
     device: str = "auto"
     """The workers' option."""
     threads: int = 0
+    """Of a worker, whose ranks share them."""
+    tensor_parallel: int = 1
+    """The workers' option."""
+    pipeline_parallel: int = 1
+    """The same."""
     runner: str = "torch"
     """fake: prefill and decode workers are those of `baton.testing.worker`."""
     kv_memory_mib: int = 0
@@ -177,9 +183,10 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
 
     ca: the issuer of their certificates; None: no TLS.
     """
-    for role in ("decode", "tokenizer", "detokenizer", "routers"):
-        if getattr(options, role) < 1:
-            raise InvalidArgument("must be at least 1", field=role)
+    at_least_1 = ("decode", "tokenizer", "detokenizer", "routers")
+    for name in (*at_least_1, "tensor_parallel", "pipeline_parallel"):
+        if getattr(options, name) < 1:
+            raise InvalidArgument("must be at least 1", field=name)
     if options.prefill < 0:
         raise InvalidArgument("must not be negative (0 prefills on decode)", field="prefill")
     if options.kv_memory_mib < 0:
@@ -189,7 +196,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
     memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
     if not options.kv_memory_mib and options.runner == "torch":
-        memory = memory_flags(model, engines, len(usable_gpus(options.device)))
+        ranks = options.tensor_parallel * options.pipeline_parallel
+        memory = memory_flags(model, engines, len(usable_gpus(options.device)), ranks)
     ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
@@ -211,6 +219,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *("--threads", str(threads), "--transport", options.transport),
         *("--exact", str(options.exact).lower()),
         *("--dtype", options.dtype, "--quantize", options.quantize, "--device", options.device),
+        *("--tensor-parallel", str(options.tensor_parallel)),
+        *("--pipeline-parallel", str(options.pipeline_parallel)),
         *memory,
         *options.engine_flags,
     )

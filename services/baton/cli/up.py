@@ -169,6 +169,14 @@ def add_parser(subparsers: Any) -> None:
         help="torch threads of an engine process (default: cores shared out)",
     )  # fmt: skip
     parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="ranks that share each layer of a worker's model, a GPU each (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N",
+        help="stages of layers of a worker's model, of as many ranks each (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--kv-memory-mib", type=int, default=0, metavar="MIB",
         help="memory for KV of an engine process (default: an equal share of what is free)",
     )  # fmt: skip

@@ -136,3 +136,17 @@ def test_readers(tmp_path: Path) -> None:
     for way in ("HTTP", "gRPC"):
         assert found[f"stalled over {way} that were cut"]["value"] == 100
     assert found["between tokens, p99, median turn"]["goal"] == 1.2
+
+
+@pytest.mark.slow
+def test_ranks(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    file = tmp_path / "figures.json"
+    few = ["--shape", "tiny", "--rounds", "1", "--batches", "1", "--json", str(file)]
+    assert main(["bench", "ranks", *few, "--degrees", "1x1,2x2"]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    assert found["a step without work, 2x2"]["goal"] == 1
+    against = found["decode step, batch 1, 2x2"]["against"]
+    assert against == found["decode step, batch 1, no ranks"]["value"]
+    added = found["added by one rank, batch 1"]["value"]
+    assert added == pytest.approx(found["decode step, batch 1, 1x1"]["value"] - against)

@@ -1,0 +1,139 @@
+"""`baton bench ranks`: a model on several ranks of this machine, and the cost of their machinery.
+
+The machinery is what a step takes beside computing: plans are encoded, sent, decoded and checked,
+results come back. It is measured with steps that compute nothing, and with decode steps of a model
+in one rank against the same runner without ranks. All contenders are open at once and take turns.
+On a machine with fewer cores than ranks, more ranks are slower: what is shown there is that they
+work and what they cost, not what they gain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import ExitStack
+from itertools import count
+from statistics import median
+from typing import Any
+
+from baton.core.scheduler.plan import ModelRunner, StepPlan
+from baton.engine.config import EngineConfig
+from baton.engine.ranks.processes import RankProcesses
+from baton.engine.ranks.runner import RankedRunner
+from baton_loadtest.bench import engines
+from baton_loadtest.bench.engines import BLOCK_SIZE, StepTimer
+from baton_loadtest.bench.options import engine, option
+from baton_loadtest.child import progress
+from baton_loadtest.launch import call
+from baton_loadtest.report import Report, Result, at_most
+
+PLOTS = False
+OPTIONS = (
+    *engine(threads=2, shape="8m"),
+    option("--degrees", ("1x1", "2x1", "4x1", "2x2"), "ranks of a stage x stages"),
+    option("--batches", (1, 16, 64)),
+    option("--context", 128, "positions"),
+    option("--rounds", 20, "in which the contenders take turns"),
+)
+DEADLINE_S = 900.0
+MACHINERY_MS = 1.0
+EMPTY_STEPS = 50
+"""Of each contender in a round."""
+ALONE = "no ranks"
+
+
+def measure(args: argparse.Namespace) -> Report:
+    """Raises ContenderFailed if the engine cannot run."""
+    job = {
+        "model": str(engines.folder(args.shape)),
+        "degrees": args.degrees,
+        "batches": args.batches,
+        "context": args.context,
+        "rounds": args.rounds,
+    }
+    found = call(run_ranks, job, threads=args.threads, deadline_s=DEADLINE_S)
+    return Report(results(found, args.batches))
+
+
+def results(found: dict[str, Any], batches: tuple[int, ...]) -> list[Result]:
+    """found: see `run_ranks`."""
+    rows = [
+        at_most(f"a step without work, {degree}", 1000 * seconds, "ms", MACHINERY_MS)
+        for degree, seconds in found["empty"].items()
+    ]
+    for batch in batches:
+        steps = found["decode"][str(batch)]
+        alone = steps[ALONE]
+        rows += [
+            Result(f"decode step, batch {batch}, {degree}", 1000 * seconds, "ms", 1000 * alone)
+            for degree, seconds in steps.items()
+        ]
+        if "1x1" in steps:
+            added = 1000 * (steps["1x1"] - alone)
+            rows.append(at_most(f"added by one rank, batch {batch}", added, "ms", MACHINERY_MS))
+    return rows
+
+
+def run_ranks(job: dict[str, Any]) -> dict[str, Any]:
+    """job: model, degrees, batches, context, rounds.
+
+    Returns in seconds: empty by degree, the median of all steps without work; decode by batch and
+    degree, the median over rounds of a round's best steps.
+    """
+    positions = max(job["batches"]) * (job["context"] + 2 * BLOCK_SIZE)
+    with ExitStack() as ends:
+        timers: dict[str, StepTimer] = {}
+        for degree in (ALONE, *job["degrees"]):
+            runner: ModelRunner = (
+                engines.open_runner(job["model"], 1, positions)
+                if degree == ALONE
+                else open_ranks(job["model"], degree, positions)
+            )
+            ends.callback(runner.close)
+            timers[degree] = StepTimer(runner)
+            progress(f"{degree} is open")
+        empty: dict[str, list[float]] = {degree: [] for degree in job["degrees"]}
+        decode: dict[str, dict[str, list[float]]] = {
+            str(batch): {degree: [] for degree in timers} for batch in job["batches"]
+        }
+        for _ in range(job["rounds"]):
+            for degree, timer in timers.items():
+                if degree in empty:
+                    empty[degree] += _empty_steps(timer.runner)
+                for batch in job["batches"]:
+                    best = timer.decode(batch, job["context"], seconds=0.0)
+                    decode[str(batch)][degree].append(best)
+    return {
+        "empty": {degree: median(times) for degree, times in empty.items()},
+        "decode": {
+            batch: {degree: median(times) for degree, times in by_degree.items()}
+            for batch, by_degree in decode.items()
+        },
+    }
+
+
+def open_ranks(model: str, degree: str, positions: int) -> RankedRunner:
+    """degree: "ranks of a stage x stages". Each rank has one thread."""
+    tensor, stages = map(int, degree.split("x"))
+    config = EngineConfig(
+        model=model,
+        device="cpu",
+        block_size=BLOCK_SIZE,
+        num_blocks=-(-positions // BLOCK_SIZE),
+        threads=1,
+    )
+    # What torch has set for this process is not the ranks' business.
+    os.environ.pop("OMP_NUM_THREADS", None)
+    return RankedRunner.open(RankProcesses(tensor, 1, stages=stages), config)
+
+
+def _empty_steps(runner: ModelRunner) -> list[float]:
+    times = []
+    numbers = count(1)
+    for _ in range(EMPTY_STEPS):
+        began = time.perf_counter()
+        runner.submit(StepPlan(next(numbers), ()))
+        runner.collect()
+        times.append(time.perf_counter() - began)
+    return times
