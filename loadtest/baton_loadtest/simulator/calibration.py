@@ -10,17 +10,54 @@ the simulator's WorkerFacts. prefill may be absent if no worker has that role.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import asdict
 
 from baton.core.errors import InvalidArgument
 from baton.core.routing.load import UNMEASURED, WorkerSpeed
 from baton_loadtest.simulator.settings import WorkerFacts
 
-_SPEED = {field.name for field in fields(WorkerSpeed)}
+Whole = Annotated[int, msgspec.Meta(ge=1)]
+Number = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Model(Struct, forbid_unknown_fields=True):
+    max_model_len: Whole
+    kv_bytes_per_position: Whole
+    name: str = ""
+
+
+_Speed = msgspec.defstruct(
+    "_Speed",
+    [(field.name, Number, 0.0) for field in fields(WorkerSpeed)],
+    forbid_unknown_fields=True,
+)
+
+
+class _Worker(Struct, forbid_unknown_fields=True):
+    speed: _Speed  # type: ignore[valid-type]  # made of the fields of WorkerSpeed
+    num_blocks: Whole
+    block_size: Whole | UnsetType = UNSET
+    step_tokens: Whole | UnsetType = UNSET
+    max_running: Whole | UnsetType = UNSET
+    batch_window_s: Number | UnsetType = UNSET
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    model: _Model
+    decode: _Worker
+    prefill: _Worker | UnsetType = UNSET
+
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+_NAMED = re.compile(r"field `([^`]*)`")
+"""Where msgspec's report of a wrong value has the path, and the name of a field below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,73 +74,29 @@ class Calibration:
 def read_speeds(path: Path) -> Calibration:
     """Raises InvalidArgument with file and field."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        prefill = WorkerFacts(UNMEASURED, 1)
+        if file.prefill is not UNSET:
+            prefill = _facts(file.prefill, "prefill")
+        decode = _facts(file.decode, "decode")
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}", field="speed") from None
+    except msgspec.ValidationError as error:
+        report = str(error)
+        names = [found[1] for found in (_PATH.search(report), _NAMED.search(report)) if found]
+        text = f"{path}: {_PATH.sub('', report)}"
+        raise InvalidArgument(text, field=".".join(names)) from None
     except (ValueError, RecursionError):
         raise InvalidArgument(f"{path} is no JSON", field="speed") from None
-    try:
-        return _calibration(value)
     except InvalidArgument as error:
         raise InvalidArgument(f"{path}: {error.message}", field=error.field) from None
+    return Calibration(prefill, decode, file.model.kv_bytes_per_position, file.model.max_model_len)
 
 
-def _calibration(value: Any) -> Calibration:
-    parts = _object(value, "", {"model", "prefill", "decode"})
-    model = _object(parts.get("model"), "model", {"name", "max_model_len", "kv_bytes_per_position"})
-    decode = _worker(parts.get("decode"), "decode")
-    prefill = WorkerFacts(UNMEASURED, 1)
-    if "prefill" in parts:
-        prefill = _worker(parts["prefill"], "prefill")
-    return Calibration(
-        prefill,
-        decode,
-        _whole(model.get("kv_bytes_per_position"), "model.kv_bytes_per_position"),
-        _whole(model.get("max_model_len"), "model.max_model_len"),
-    )
-
-
-def _worker(value: Any, where: str) -> WorkerFacts:
-    whole = {"num_blocks", "block_size", "step_tokens", "max_running"}
-    found = _object(value, where, {"speed", "batch_window_s"} | whole)
-    values: dict[str, Any] = {}
-    for name in whole & found.keys():
-        values[name] = _whole(found[name], f"{where}.{name}")
-    if "batch_window_s" in found:
-        values["batch_window_s"] = _number(found["batch_window_s"], f"{where}.batch_window_s")
-    if "num_blocks" not in values:
-        raise InvalidArgument("is missing", field=f"{where}.num_blocks")
-    speed = _object(found.get("speed"), f"{where}.speed", _SPEED)
-    numbers: dict[str, Any] = {
-        name: _number(value, f"{where}.speed.{name}") for name, value in speed.items()
-    }
+def _facts(worker: _Worker, where: str) -> WorkerFacts:
+    values: dict[str, Any] = {k: v for k, v in asdict(worker).items() if v is not UNSET}
+    values["speed"] = WorkerSpeed(**asdict(worker.speed))
     try:
-        return WorkerFacts(WorkerSpeed(**numbers), **values)
+        return WorkerFacts(**values)
     except InvalidArgument as error:
         raise InvalidArgument(error.message, field=f"{where}.{error.field}") from None
-
-
-def _object(value: Any, where: str, known: set[str]) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument("must be an object", field=where)
-    unknown = sorted(value.keys() - known)
-    if unknown:
-        field = f"{where}.{unknown[0]}" if where else unknown[0]
-        raise InvalidArgument(f"is not known; there are {', '.join(sorted(known))}", field=field)
-    return value
-
-
-def _whole(value: Any, field: str) -> int:
-    if type(value) is not int or value < 1:
-        raise InvalidArgument("must be a whole number from 1 on", field=field)
-    return value
-
-
-def _number(value: Any, field: str) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 <= value < float("inf")
-    ):
-        raise InvalidArgument("must be a number from 0 on", field=field)
-    return float(value)

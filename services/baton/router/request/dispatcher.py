@@ -1,8 +1,8 @@
 """Dispatcher: the queue in which attempts wait for workers, in fair order.
 
 An attempt gets workers when it is its turn in the FairQueue, the router's ConcurrencyLimiter has
-room, and matching workers are not full. Its load on them until its first token is a Claim, so that
-the next attempt accounts for it before a worker reports it.
+room, and matching workers are not full. Its load on them until its first token is an AttemptLoad,
+so that the next attempt accounts for it before a worker reports it.
 
 An attempt whose wait is, or is predicted to be, too long is refused early, except while workers are
 missing that may come back.
@@ -115,7 +115,7 @@ class Placement:
     prefill: Worker[PrefillClient] | None
     decode: Worker[DecodeSession] | None
     decision: Decision
-    claim: Claim | None = None
+    claim: AttemptLoad | None = None
     """The load on the workers until the first token."""
     held: ExitStack = field(default_factory=ExitStack)
     quarantine: Quarantine | None = None
@@ -160,7 +160,7 @@ class Placement:
             self.computing.computed()
 
     def answered(self, queue_s: float = 0.0, compute_s: float = 0.0) -> None:
-        """See `Claim.answered`."""
+        """See `AttemptLoad.answered`."""
         if self.claim is not None:
             self.claim.answered(queue_s, compute_s)
 
@@ -224,7 +224,7 @@ class PendingAttempt:
         return self.future.cancelled() or self.over()
 
 
-class Claim:
+class AttemptLoad:
     """An attempt's load on its workers until its first token. `release` is idempotent; the last
     call comes when its sequences have left the workers."""
 
@@ -392,7 +392,7 @@ class Dispatcher:
                 pending_attempt.blocked = found
                 continue
             found.hold(pending_attempt.choices, pending_attempt.input_tokens)
-            found.claim = Claim(self, found, pending_attempt)
+            found.claim = AttemptLoad(self, found, pending_attempt)
             return entry, found
         return None
 
