@@ -278,4 +278,4 @@ async def test_buffers_too_small_for_a_position_are_refused() -> None:
     with pytest.raises(InvalidArgument) as caught:
         async with rig(sender_layout=replace(LAYOUT, num_layers=100)):
             pass
-    assert caught.value.field == "slot_mib"
+    assert caught.value.field == "staging_mib"

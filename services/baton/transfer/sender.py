@@ -1,10 +1,11 @@
 """Gives KV away: what is on offer, which receiver may collect it, and one stream's work.
 
 The worker that computes KV calls `offer`; receivers call Meet and Collect. On a stream the sender
-announces, packs, seals, sends and releases. A buffer is taken for each KV chunk and is
-ours again when the receiver confirms it, or when the stream ends. In the second case the receiver
-may still be reading the buffer. That is harmless: whatever it reads, the digest that it was sent
-belongs to the old contents, so a buffer in use again cannot verify.
+announces, packs, seals, sends and releases. KV chunks are packed one after the other and sent in
+order; where sealing takes long, it is done beside the packing of the next ones. A buffer is taken
+for each KV chunk and is ours again when the receiver confirms it, or when the stream ends. In the
+second case the receiver may still be reading the buffer. That is harmless: whatever it reads, the
+digest that it was sent belongs to the old contents, so a buffer in use again cannot verify.
 """
 
 from __future__ import annotations
@@ -212,6 +213,11 @@ class OutgoingTransfer:
         self._opening: asyncio.Future[pb.OpenHandover] = asyncio.get_running_loop().create_future()
         self._offer: PendingTransfer | None = None
         self._buffers: dict[int, StagingBuffer] = {}
+        self._sealings: set[asyncio.Task[None]] = set()
+        self._newest: asyncio.Task[None] | None = None
+        """Of these tasks."""
+        self._trouble: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """What one of them raised."""
         self._announced_at = 0.0
         self._sent_at: dict[int, float] = {}
 
@@ -257,7 +263,21 @@ class OutgoingTransfer:
             wire_version=opening.wire_version or 1,
         )
         self._timeout = StateTimeout(self._sender.limits, lambda: offer.side.state)
-        await race(self._give(offer), offer.given_up(), self._timeout.watch())
+        try:
+            await race(
+                self._give(offer),
+                offer.given_up(),
+                self._timeout.watch(),
+                self._fail_with_sealing(),
+            )
+        finally:
+            sealings = list(self._sealings)
+            for task in sealings:
+                task.cancel()
+            await outlast(sealings)
+
+    async def _fail_with_sealing(self) -> None:
+        await self._trouble
 
     async def _give(self, offer: PendingTransfer) -> None:
         side = offer.side
@@ -271,7 +291,7 @@ class OutgoingTransfer:
                 await self._stream.send(pb.CollectResponse(announced=announced))
             await self._send_finished(offer)
             while (chunk := side.next_chunk()) is not None:
-                await self._send_chunk(offer, chunk)
+                await self._pack_chunk(offer, chunk)
                 await self._send_finished(offer)
             if side.wants_tokens and offer.first_tokens is not None:
                 side.tokens()
@@ -287,7 +307,7 @@ class OutgoingTransfer:
             finished = pb.PositionsFinished(num_positions=offer.side.finished)
             await self._stream.send(pb.CollectResponse(finished=finished))
 
-    async def _send_chunk(self, offer: PendingTransfer, chunk: KvChunkRange) -> None:
+    async def _pack_chunk(self, offer: PendingTransfer, chunk: KvChunkRange) -> None:
         stats = offer.stats
         with stats.timed("buffer_wait"):
             buffer = await self._sender.staging.ring.wait(offer.receiver_instance_id)
@@ -299,18 +319,46 @@ class OutgoingTransfer:
             payload = buffer.view[HEADER_BYTES:size]
             await to_end(offer.pack(chunk.first_position, chunk.num_positions, payload))
         await self._faults.at("sender.packed")
+        task = asyncio.create_task(self._seal_and_send(offer, header, buffer, self._newest))
+        self._newest = task
+        self._sealings.add(task)
+        task.add_done_callback(self._sealed)
+        if not self._sealer.is_slow(header):
+            # Its message goes out before the next copy takes the core.
+            await asyncio.wait([task])
+
+    def _sealed(self, task: asyncio.Task[None]) -> None:
+        self._sealings.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._trouble.done():
+            self._trouble.set_exception(error)
+
+    async def _seal_and_send(
+        self,
+        offer: PendingTransfer,
+        header: pb.KvChunkHeader,
+        buffer: StagingBuffer,
+        before: asyncio.Task[None] | None,
+    ) -> None:
+        stats, size = offer.stats, HEADER_BYTES + header.payload_bytes
         with stats.timed("seal"):
             if self._sealer.is_slow(header):
                 await to_end(asyncio.to_thread(self._sealer.seal, header, buffer.view))
             else:
                 self._sealer.seal(header, buffer.view)
         await self._faults.at("sender.sealed", buffer.view[:size])
+        if before is not None:
+            await asyncio.wait([before])
+            if before.cancelled() or before.exception():
+                # The hand-over is about to end.
+                return
         stats.kv_chunks += 1
         stats.payload_bytes += header.payload_bytes
-        offer.side.sent(chunk.index)
-        self._sent_at[chunk.index] = now()
+        offer.side.sent(header.index)
+        self._sent_at[header.index] = now()
         ready = pb.KvChunkReady(header=header, buffer=buffer.index)
         await self._stream.send(pb.CollectResponse(kv_chunk=ready))
+        offer.changed.set()
 
     def _receive(self, message: pb.CollectRequest) -> None:
         kind = message.WhichOneof("message")

@@ -121,7 +121,7 @@ class StagingPool:
         self.share = max(2, num_buffers // 2)
         self.memory = memory or HostMemory(num_buffers * buffer_bytes)
         self._views = [self.memory.part(i * buffer_bytes, buffer_bytes) for i in range(num_buffers)]
-        self._free = deque(range(num_buffers))
+        self._free = list(reversed(range(num_buffers)))
         self._orphaned = 0
         self.exhausted_event = asyncio.Event()
         """Set once the pool is exhausted, and never cleared, even if buffers come back. A worker
@@ -168,7 +168,8 @@ class StagingPool:
         """A free buffer for work with `peer`; None without one or when the peer has its share."""
         if not self._free or self._held_by[peer] >= self.share:
             return None
-        index = self._free.popleft()
+        # The one that came back last: it is still in a cache.
+        index = self._free.pop()
         self._held_by[peer] += 1
         return StagingBuffer(self, index, peer, self._views[index])
 
