@@ -35,6 +35,12 @@ _KINDS = ("float32", "bfloat16", "float16")
 _CASES = ("llama", "odd head", "wide head", "window", "sinks", "one KV head")
 FIVE = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
 """Architectures that command B checks, one of each kind of attention."""
+TESTED = (
+    *("test_triton_attention", "test_fused_kernels", "test_triton_models", "test_sampler_triton"),
+    *("test_triton_copies", "test_wire_dtypes", "test_graphs", "test_leaf_hash"),
+    "test_block_cache",
+)
+"""Files of tests that run on a GPU where there is one, the longest first."""
 OTHERS = tuple(name for name in ARCHS if name not in FIVE)
 
 SECTIONS = (
@@ -141,6 +147,17 @@ SECTIONS = (
         limit_s=180,
         parts=FIVE,
         quick_parts=("llama", "gpt_oss"),
+        together=True,
+    ),
+    Section(
+        "tests",
+        "B",
+        "gpucheck.own_tests:run",
+        "the kernels' own tests, compiled instead of interpreted",
+        expected_s=150,
+        limit_s=240,
+        parts=TESTED,
+        quick_parts=("test_block_cache",),
         together=True,
     ),
     Section(

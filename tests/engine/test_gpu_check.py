@@ -20,7 +20,7 @@ import torch
 import gpu_check
 from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.report import Result
-from gpucheck import figures, kernels, strip_nixl
+from gpucheck import figures, kernels, sections, strip_nixl
 from gpucheck.check import Check
 from gpucheck.driving import generate
 from gpucheck.sections import SECTIONS, Section
@@ -272,6 +272,10 @@ def test_the_table_names_what_there_is() -> None:
     assert len({s.name for s in SECTIONS}) == len(SECTIONS)
     cases = {part.partition(", ")[2] for s in SECTIONS if s.name == "kernels" for part in s.parts}
     assert cases == {case.name for case in kernels.CASES}
+    with_a_gpu = {
+        p.stem for p in Path(__file__).parent.glob("test_*.py") if "CUDA" in p.read_text()
+    }
+    assert set(sections.TESTED) == with_a_gpu - {Path(__file__).stem}
     for command in "ABC":
         expected = sum(s.expected_s for s in SECTIONS if s.command == command)
         assert expected + SECTIONS[0].expected_s <= gpu_check.COMMAND_S, command
