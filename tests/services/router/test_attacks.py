@@ -38,6 +38,7 @@ from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.services.router import gateway
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check
+from tests.services.router.test_explain import http_of
 from tests.services.router_http.test_bodies import Client
 
 GREEDY, POLITE = Tenant("greedy"), Tenant("polite")
@@ -313,3 +314,14 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
             tracemalloc.stop()
             gc.enable()
     assert after - before < 5 * len(text) / 2
+
+
+async def test_one_invalid_prompt_among_several_is_named_and_leaves_nothing(world: World) -> None:
+    await world.start()
+    async with http_of(world) as http:
+        for prompts, field in ((["a", "b", ""], "prompt"), (["a", "b"], "n")):
+            body = {"prompt": prompts, "max_tokens": 4, "n": 1 if field == "prompt" else 0}
+            refused = await http.post("/v1/completions", json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == field
+            await until(world.nothing_left)

@@ -70,6 +70,8 @@ async def test_nothing_is_generated_when_nothing_is_asked(world: World) -> None:
     assert answer.finished is not None and answer.finished.completion_tokens == 0
     assert world.pipeline.num_requests == 0
     await until(world.nothing_left)
+    assert world.counted("baton_time_to_first_token_seconds_count") == 0
+    assert world.counted("baton_requests_total", outcome="finished") == 1
 
 
 async def test_an_echo_of_ids_is_their_text(world: World) -> None:
