@@ -2,7 +2,8 @@
 
 Every contender runs in its own process, one at a time, pinned to the same cores, with the same
 weights, prompts and answer lengths, greedy, and without end-of-sequence tokens. A second part
-compares exact mode with plain mode, and a single sequence's decoding with the memory bandwidth.
+compares exact mode with plain mode, the fused decoder with transformers' own layers, and a single
+sequence's decoding with the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STEP_TOKENS = 512
 MAX_RUNNING = 64
 DEADLINE_S = 600.0
 AGAINST_CONTINUOUS, AGAINST_LLAMA, INT8_AGAINST_FLOAT = 3.0, 1.4, 1.4
-OF_BANDWIDTH, EXACT_COST = 0.70, 1.10
+OF_BANDWIDTH, EXACT_COST, FUSED_COST = 0.70, 1.10, 1.0
 BATCHES = (1, 8, 32)
 CONTEXT = 512
 ROUNDS = 3
@@ -56,6 +57,7 @@ ALONE_PROMPT = 128
 EXACT = "Baton float32, exact"
 PLAIN = "Baton float32, not exact"
 INT8 = "Baton int8"
+OWN_LAYERS = "transformers' layers"
 CONTINUOUS = "transformers continuous batching"
 STATIC = {size: f"transformers generate, batches of {size}" for size in (8, 32)}
 LLAMA = "llama.cpp float16"
@@ -137,6 +139,7 @@ def measure(args: argparse.Namespace) -> Report:
         *_goals(rankings),
         *_alone(modes, model, config),
         *_exact(modes),
+        *_fused(modes),
     ]
     bars = tuple((name, median(one.speeds)) for name, one in rankings.items())
     return Report(results, (Bars(f"{args.requests} requests, {args.shape}", "tokens/s", bars),))
@@ -217,7 +220,8 @@ def run_baton(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_modes(job: dict[str, Any]) -> dict[str, Any]:
-    """Measures exact and plain mode side by side in one process, and the memory bandwidth.
+    """Measures exact and plain mode, and exact mode over transformers' own layers, side by side in
+    one process, and the memory bandwidth.
 
     job: model, threads, prefill (its length), tokens (at batch 1), megabytes (over which bandwidth
     is measured). Returns for each mode the best seconds of three rounds in turns: "decode BATCH" (a
@@ -231,8 +235,14 @@ def run_modes(job: dict[str, Any]) -> dict[str, Any]:
         ALONE_PROMPT + job["tokens"] + engines.GROWTH,
     )
     runners = {
-        mode: engines.open_runner(job["model"], job["threads"], positions, exact=mode == "exact")
-        for mode in ("exact", "not exact")
+        mode: engines.open_runner(
+            job["model"],
+            job["threads"],
+            positions,
+            exact=mode != "not exact",
+            decoder="transformers" if mode == OWN_LAYERS else "auto",
+        )
+        for mode in ("exact", "not exact", OWN_LAYERS)
     }
     timers = {mode: StepTimer(runner) for mode, runner in runners.items()}
     cases: dict[str, Callable[[StepTimer], float]] = {
@@ -248,7 +258,7 @@ def run_modes(job: dict[str, Any]) -> dict[str, Any]:
             for mode, timer in timers.items():
                 best[mode][case] = min(best[mode][case], measured(timer))
         bandwidth = max(bandwidth, _read_bandwidth(job["megabytes"]))
-        progress(f"exact and not exact, round {number + 1} of {ROUNDS}")
+        progress(f"modes, round {number + 1} of {ROUNDS}")
     return {
         "is_exact": runners["exact"].exact,
         "bandwidth": bandwidth,
@@ -364,5 +374,16 @@ def _exact(modes: dict[str, Any]) -> list[Result]:
     names["prefill"] = "prefill in exact mode"
     return [
         at_most(name, 1000 * exact[key], "ms", EXACT_COST, 1000 * plain[key])
+        for key, name in names.items()
+    ]
+
+
+def _fused(modes: dict[str, Any]) -> list[Result]:
+    """Compares the fused decoder with transformers' own layers, both exact."""
+    names = {f"decode {batch}": f"step of the fused decoder, batch {batch}" for batch in BATCHES}
+    names |= {"prefill": "prefill of the fused decoder", "alone": "one sequence's token, fused"}
+    fused, own = modes["exact"], modes[OWN_LAYERS]
+    return [
+        at_most(name, 1000 * fused[key], "ms", FUSED_COST, 1000 * own[key])
         for key, name in names.items()
     ]

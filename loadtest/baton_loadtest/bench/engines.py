@@ -233,6 +233,7 @@ def open_runner(
     exact: bool = True,
     quantize: str = "none",
     device: str = "cpu",
+    decoder: str = "auto",
 ) -> TorchRunner:
     """Opens a runner with KV memory for so many positions. The number of threads is set only by the
     first one in a process."""
@@ -249,6 +250,7 @@ def open_runner(
             exact=exact,
             threads=threads,
             quantize=quantize,
+            decoder=decoder,
         )
     )
 
