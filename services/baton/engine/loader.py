@@ -11,7 +11,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from baton.engine.linear import check_fp8, check_int8
 log = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -197,7 +198,11 @@ def load(
             "folder and fetch the model again"
         )
     dtype = _dtype(config.dtype, device, settings)
-    network = (build or _network)(model_class, folder, settings, dtype, bar)
+    network = None
+    if build is None and device.type == "cuda":
+        network = read_onto(device, model_class, folder, settings, dtype, bar)
+    if network is None:
+        network = (build or _network)(model_class, folder, settings, dtype, bar)
     return LoadedModel(
         network=network.to(device),
         description=_description(
@@ -341,6 +346,72 @@ def _network(
         raise UnsupportedModel(f"model {folder.name} lacks weights, among them {lacking[0]}")
     eval_mode: nn.Module = network.eval().requires_grad_(False)
     return eval_mode
+
+
+@torch.no_grad()
+def read_onto(
+    device: torch.device,
+    model_class: Any,
+    folder: Path,
+    settings: Any,
+    dtype: torch.dtype,
+    bar: Bar,
+) -> nn.Module | None:
+    """The network in a device's memory, read weight by weight: the host never holds all of it.
+
+    None where only transformers can read it: where files name or shape weights otherwise, where
+    some weights keep a type of their own, or buffers are not all made from the configuration.
+    """
+    if any(getattr(model_class, name, None) for name in _KEPT_WIDE):
+        return None
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=dtype, attn_implementation="eager"
+        )
+    stored = {}
+    with ExitStack() as ends:
+        for file in check_files(folder):
+            opened = ends.enter_context(safe_open(file, framework="pt"))
+            stored.update(dict.fromkeys(opened.keys(), opened))
+        network.to_empty(device=device)
+        network.tie_weights()
+        if compute_buffers(network) is not None:
+            return None
+        wanted = network.state_dict(keep_vars=True)
+        tied = {id(weight) for name, weight in wanted.items() if name in stored}
+        if any(name not in stored and id(weight) not in tied for name, weight in wanted.items()):
+            return None
+        for name, weight in wanted.items():
+            if name not in stored:
+                continue
+            if stored[name].get_slice(name).get_shape() != list(weight.shape):
+                return None
+            weight.copy_(stored[name].get_tensor(name))
+            bar.advance(weight.nbytes)
+    bar.advance(bar.total)
+    if (folder / "generation_config.json").is_file():
+        network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    eval_mode: nn.Module = network.eval().requires_grad_(False)
+    return eval_mode
+
+
+def compute_buffers(network: nn.Module) -> str | None:
+    """Fills the buffers that are in no file, such as rotary frequencies, as the model itself makes
+    them. Returns the name of a module that does not make all of its own; None when all are made."""
+    stored = network.state_dict().keys()
+    for prefix, module in network.named_modules():
+        names = [name for name, _ in module.named_buffers(prefix, recurse=False)]
+        own = [network.get_buffer(name) for name in names if name not in stored]
+        if not own:
+            continue
+        if not all(buffer.is_floating_point() for buffer in own):
+            return str(prefix)
+        for buffer in own:
+            buffer.fill_(torch.nan)
+        network._init_weights(module)  # type: ignore[operator]
+        if any(bool(buffer.isnan().any()) for buffer in own):
+            return str(prefix)
+    return None
 
 
 def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:

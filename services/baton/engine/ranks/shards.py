@@ -32,7 +32,7 @@ from torch import nn
 
 from baton.core.errors import InvalidArgument
 from baton.engine.linear import PackedExperts, are_known_experts
-from baton.engine.loader import Bar, Build, UnsupportedModel, check_files
+from baton.engine.loader import Bar, Build, UnsupportedModel, check_files, compute_buffers
 from baton.engine.ranks.group import Group
 from baton.engine.ranks.runner import FIELD, STAGES, Place
 
@@ -257,7 +257,9 @@ def shard_builder(place: Place, group: Group, world: Group, device: torch.device
         sharding.shrink()
         network.to_empty(device=device)
         sharding.tie()
-        _compute_buffers(network)
+        lacking = compute_buffers(network)
+        if lacking is not None:
+            raise _not_here(network, lacking)
         _read(sharding, folder, bar)
         sharding.connect()
         if (folder / "generation_config.json").is_file():
@@ -459,25 +461,6 @@ class _Sharding:
         self._text.num_hidden_layers = end - first
         if isinstance(self._base.embed_tokens, ReceivedHidden):
             self._base.embed_tokens.check(self._base.layers[0])
-
-
-@torch.no_grad()
-def _compute_buffers(network: nn.Module) -> None:
-    """Buffers that are in no file: rotary frequencies, scales. The model knows how to make them;
-    one that it does not make stays a NaN, and the model is refused."""
-    stored = network.state_dict().keys()
-    for prefix, module in network.named_modules():
-        names = [name for name, _ in module.named_buffers(prefix, recurse=False)]
-        own = [network.get_buffer(name) for name in names if name not in stored]
-        if not own:
-            continue
-        if not all(buffer.is_floating_point() for buffer in own):
-            raise _not_here(network, prefix)
-        for buffer in own:
-            buffer.fill_(torch.nan)
-        network._init_weights(module)  # type: ignore[operator]
-        if any(bool(buffer.isnan().any()) for buffer in own):
-            raise _not_here(network, prefix)
 
 
 _EXPERT_FILES = (
