@@ -222,7 +222,7 @@ def test_resolving_keeps_the_present_versions_but_those_that_no_longer_do() -> N
 
 def test_the_light_image_has_nothing_of_the_engine() -> None:
     light = lock_images.pins((DEPLOY / "locks" / "cpu.txt").read_text())
-    heavy = {"torch", "numpy", "nixl", "nixl-cu12", "nixl-cu13", "transformers", "ray", "triton"}
+    heavy = {"torch", "numpy", "nixl", "nixl-cu12", "nixl-cu13", "transformers", "triton"}
     assert not heavy & set(light)
     for target in ("engine-cpu", "engine-gpu"):
         pinned = lock_images.pins((DEPLOY / "locks" / f"{target}.txt").read_text())

@@ -64,13 +64,22 @@ def add_fleet_parser(kinds: Any) -> None:
         "--dtype", choices=DTYPES, default="auto",
         help="of weights and KV (auto: the model's own; without a GPU, that of the workers)",
     )  # fmt: skip
-    gpu = parser.add_argument_group("GPU, one a worker (not needed where both roles are measured)")
+    gpu = parser.add_argument_group("GPU (not needed where both roles are measured)")
     add = gpu.add_argument
     add("--gpu", default="", metavar="NAME", help=", ".join(one.name for one in KNOWN))
     add("--gpu-memory-gib", type=float, metavar="G", help="in place of the data sheet's")
     add("--gpu-bandwidth", type=float, metavar="GB/S", help="of its memory")
     add("--gpu-tflops", type=float, metavar="T", help="dense bfloat16")
     add("--gpu-price", type=float, metavar="P", help="for an hour, in any currency")
+    add(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="GPUs that share each layer of a worker's model (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--pipeline-parallel", type=int, default=1, metavar="N",
+        help="stages of layers, of as many GPUs each; they add memory, and no speed to a step "
+        "(default %(default)s)",
+    )  # fmt: skip
     traffic = parser.add_argument_group("traffic")
     add = traffic.add_argument
     add("--rate", type=float, required=True, metavar="R", help="requests a second")
@@ -117,6 +126,10 @@ def add_fleet_parser(kinds: Any) -> None:
         help="of every step besides (default %(default)s)",
     )  # fmt: skip
     add(
+        "--sum-us", type=float, default=20.0, metavar="US",
+        help="of each of a layer's two sums over tensor-parallel GPUs (default %(default)s)",
+    )  # fmt: skip
+    add(
         "--link", type=float, metavar="GB/S",
         help="that KV travels by, into or out of a worker (default: what the GPU's host link could "
         "carry, which a network seldom does)",
@@ -139,6 +152,30 @@ def traffic_of(args: argparse.Namespace) -> Traffic:
 
 def targets_of(args: argparse.Namespace) -> Targets:
     return Targets(args.first_token_ms / 1000, args.between_tokens_ms / 1000)
+
+
+def worker_gpu(args: argparse.Namespace) -> Gpu | None:
+    """The GPUs of one worker as if they were one; None if no GPU is given.
+
+    Tensor-parallel GPUs compute, read and move KV side by side. Stages do so one after the other:
+    a step takes as long as in one of them with all layers.
+    """
+    one = gpu_of(args)
+    if one is None or gpus_of(args) == 1:
+        return one
+    tensor = args.tensor_parallel
+    return Gpu(
+        f"{gpus_of(args)} {one.name}",
+        one.memory * gpus_of(args),
+        one.bandwidth * tensor,
+        one.flops * tensor,
+        one.link * tensor,
+    )
+
+
+def gpus_of(args: argparse.Namespace) -> int:
+    """GPUs of one worker."""
+    return int(args.tensor_parallel * args.pipeline_parallel)
 
 
 def gpu_of(args: argparse.Namespace) -> Gpu | None:
@@ -184,7 +221,9 @@ def check(args: argparse.Namespace) -> None:
     """Checks what is validated nowhere else. Raises InvalidArgument."""
     if args.gpu_price is not None:
         _positive(args.gpu_price, "gpu_price")
-    for field in ("step_tokens", "sequences"):
+    if not (isfinite(args.sum_us) and args.sum_us >= 0):
+        raise InvalidArgument("must be 0 or more", field="sum_us")
+    for field in ("step_tokens", "sequences", "tensor_parallel", "pipeline_parallel"):
         value = getattr(args, field)
         if value is not None and value < 1:
             raise InvalidArgument("must be at least 1", field=field)
@@ -225,13 +264,14 @@ def figures(
     curves: tuple[PrefillCurve, DecodeCurve],
     facts: ModelFacts,
     price_per_hour: float | None,
+    gpus: int = 1,
 ) -> Figures:
-    """Returns the figures by group, in reading order."""
+    """Returns the figures by group, in reading order. price_per_hour: of a worker; gpus: of one."""
     found = [
         *_model_figures(facts),
         *_prefill(fleet, traffic, curves[0]),
         *_decode(fleet, curves[1]),
-        *_both(fleet, traffic, margins, price_per_hour),
+        *_both(fleet, traffic, margins, price_per_hour, gpus),
     ]
     groups: Figures = {}
     for figure in found:
@@ -295,7 +335,7 @@ def _decode(fleet: Fleet, curve: DecodeCurve) -> list[Figure]:
 
 
 def _both(
-    fleet: Fleet, traffic: Traffic, margins: Margins, price_per_hour: float | None
+    fleet: Fleet, traffic: Traffic, margins: Margins, price_per_hour: float | None, gpus: int
 ) -> list[Figure]:
     group, prefill, decode = "both", fleet.prefill, fleet.decode
     found = [
@@ -315,7 +355,7 @@ def _both(
         found.append(Figure(group, "rest of a hand-over", 1000 * fleet.handover_s, "ms", link))
     if price_per_hour is not None:
         every, output = fleet.cost_per_million(traffic, price_per_hour)
-        hour = f"{fleet.workers} GPUs for {fleet.workers * price_per_hour:.2f} an hour"
+        hour = f"{fleet.workers * gpus} GPUs for {fleet.workers * price_per_hour:.2f} an hour"
         found += [
             Figure(group, "a million tokens", every, "", f"prompts' and answers'; {hour}"),
             Figure(group, "a million of answers", output, "", "with all charged to them"),
@@ -355,7 +395,9 @@ def run(args: argparse.Namespace) -> int:
         )
     curves = basis.prefill, basis.decode
     fleet = plan_fleet(traffic, targets, margins, curves, basis.room, basis.wire_position)
-    found = figures(fleet, traffic, margins, curves, basis.facts, args.gpu_price)
+    gpus = gpus_of(args)
+    price = None if args.gpu_price is None else args.gpu_price * gpus
+    found = figures(fleet, traffic, margins, curves, basis.facts, price, gpus)
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{basis.facts.name}: {_summary(args, traffic, margins)}", markup=False)
     console.print(basis.text, markup=False)
@@ -367,7 +409,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _basis(args: argparse.Namespace) -> Basis:
-    gpu, efficiency = gpu_of(args), efficiency_of(args)
+    gpu, efficiency = worker_gpu(args), efficiency_of(args)
     measured = asked(args)
     prefill_speed, decode_speed = speed_of(measured, "prefill"), speed_of(measured, "decode")
     if gpu is None and (prefill_speed is None or decode_speed is None):
@@ -378,13 +420,19 @@ def _basis(args: argparse.Namespace) -> Basis:
         )
     facts, layout, memory = _model(args, gpu, measured)
     _check_same(layout, measured)
+    if args.tensor_parallel > 1:
+        efficiency = replace(
+            efficiency,
+            step_s=efficiency.step_s + 2 * facts.layers * args.sum_us / 1e6,
+        )
     prefill: PrefillCurve
     decode: DecodeCurve
     if prefill_speed is not None:
         prefill = MeasuredPrefill(prefill_speed)
     else:
         roofed = _roofed(gpu, facts)
-        by_device = sizes("prefill", int(roofed.memory), memory.weights_bytes)
+        gpus = gpus_of(args)
+        by_device = sizes("prefill", int(roofed.memory) // gpus, memory.weights_bytes // gpus)
         tokens = args.step_tokens or by_device.step_tokens
         prefill = PrefillRoofline(facts, roofed, efficiency, tokens)
     room = KvRoom(memory.num_positions, args.sequences)
@@ -429,7 +477,22 @@ def _model(
     except ImportError as error:
         raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
     found = read(config, int(gpu.memory) if gpu else _MORE_THAN_ANY)
+    _check_split(found.layout, found.facts, args)
     return found.facts, found.layout, found.memory
+
+
+def _check_split(layout: KvLayout, facts: ModelFacts, args: argparse.Namespace) -> None:
+    """Raises InvalidArgument, naming the option, where workers would refuse the degree, or keep
+    heads of KV more than once, which no figure here counts."""
+    tensor, stages = args.tensor_parallel, args.pipeline_parallel
+    if layout.num_kv_heads % tensor:
+        raise InvalidArgument(
+            f"{facts.name} has {layout.num_kv_heads} heads of keys and values, no multiple of "
+            f"{tensor}: plan with fewer GPUs and more stages",
+            field="tensor_parallel",
+        )
+    if stages > facts.layers:
+        raise InvalidArgument(f"{facts.name} has {facts.layers} layers", field="pipeline_parallel")
 
 
 def _roofed(gpu: Gpu | None, facts: ModelFacts) -> Gpu:

@@ -15,3 +15,18 @@ LLAMA_8B: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
+
+LLAMA_70B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+LLAMA_405B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+}

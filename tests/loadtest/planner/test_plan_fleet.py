@@ -26,7 +26,7 @@ from baton.rpc.server import ProcessServer
 from baton.rpc.worker import worker_service
 from baton_loadtest.planner.fleet import Lengths
 from baton_loadtest.planner.model import read
-from tests.loadtest.planner.model_configs import LLAMA_8B
+from tests.loadtest.planner.model_configs import LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 MIXTRAL: dict[str, Any] = {
     **LLAMA_8B,
@@ -88,6 +88,54 @@ def test_a_fleet_is_planned_from_a_configuration_and_a_data_sheet(
     assert found["both: a million tokens"] == pytest.approx(3 * gpus / tokens)
     assert found["both: KV of a request"] == pytest.approx(2000 * 0.131072, rel=0.01)
     assert json.loads(file.read_text())["command"].startswith("baton")
+
+
+SLOWER = (
+    "--rate", "2", "--input", "2000", "6000", "--output", "300", "900",
+    "--first-token-ms", "6000", "--between-tokens-ms", "80",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings, degree, gpus, weights",
+    [
+        pytest.param(LLAMA_70B, ("--tensor-parallel", "4"), 4, 141.1, id="70B on four"),
+        pytest.param(
+            LLAMA_405B,
+            ("--tensor-parallel", "8", "--pipeline-parallel", "2"),
+            16,
+            811.7,
+            id="405B on two machines of eight",
+        ),
+    ],
+)
+def test_a_model_larger_than_a_gpu_is_planned(
+    settings: dict[str, Any], degree: tuple[str, ...], gpus: int, weights: float, tmp_path: Path
+) -> None:
+    model, file = folder(tmp_path / "m", settings), tmp_path / "plan.json"
+    told = ("--model", str(model), *SLOWER, "--gpu", "h100-sxm", "--gpu-price", "3")
+    assert plan(*told) == 1
+    assert plan(*told, *degree, "--json", str(file)) == 0
+    found = figures(file)
+    assert found["model: weights"] == pytest.approx(weights, rel=0.001)
+    workers = found["prefill: workers"] + found["decode: workers"]
+    tokens = 2 * 3600 * 2300 / 1e6
+    assert found["both: a million tokens"] == pytest.approx(3 * gpus * workers / tokens)
+    # A step reads all weights with the bandwidth of one stage, and sums twice a layer.
+    tensor = int(degree[1])
+    read_s = 1e9 * (weights - 2.1) / (0.7 * tensor * 3350e9)
+    sums_s = 2 * settings["num_hidden_layers"] * 20e-6
+    assert found["decode: between tokens"] > 1000 * (read_s + sums_s)
+
+
+@pytest.mark.parametrize("tensor, told", [("3", "no multiple of 3"), ("0", "at least 1")])
+def test_degrees_that_cannot_be_are_refused(
+    large: Path, tensor: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--gpu", "h100-sxm", "--tensor-parallel", tensor)
+    assert plan("--model", str(large), *ASKED, *asked) == 1
+    said = capsys.readouterr().err
+    assert told in said and "tensor_parallel" in said
 
 
 def test_a_gpu_without_a_name_is_described(large: Path, capsys: pytest.CaptureFixture[str]) -> None:
