@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 
 from baton.core.errors import BatonError, Unavailable
+from baton.core.handover.leaf_hash import LEAF_BYTES, points_of
 from baton.core.handover.table import HANDOVER_ID_BYTES, KvChunkRange
 from baton.core.request.model import KvLayout, WorkerIdentity
 from baton.core.routing.failures import SteadyVerdict
@@ -72,6 +73,14 @@ class KvSelfTest:
         It uses the pool's first block, which has no owner yet. Raises Unavailable when no transport
         works, or when one fails that the options name.
         """
+        # The first copies and the first digest on a GPU compile their kernels, which takes seconds
+        # and is no part of a probe's time.
+        scratch = memoryview(bytearray(len(self._pattern)))
+        await self._pack(0, self._positions, scratch)
+        memory = self._staging.ring.memory
+        if not memory.in_host:
+            part = memory.part(0, LEAF_BYTES)
+            await asyncio.to_thread(memory.leaf_hashes, part, points_of(bytes(HANDOVER_ID_BYTES)))
         for name in self._staging.names:
             try:
                 await self._probe(name, through_engine=True)
