@@ -1,12 +1,14 @@
-"""Compiles the sampler's kernel for a GPU that need not be there: python compiling_sampler.py
-CAPABILITY prints JSON: its shared memory, its stack and its instructions that round otherwise than
-single IEEE operations do. A program, because a process that interprets kernels cannot compile."""
+"""Compiles the sampler's kernels for a GPU that need not be there: python compiling_sampler.py
+CAPABILITY prints JSON: for each its shared memory, its stack and its instructions that round
+otherwise than single IEEE operations do. A program, because a process that interprets kernels
+cannot compile."""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -29,12 +31,16 @@ TYPES = {
     "tokens": "*i64",
     "logits_stride": "i32",
     "vocab": "i32",
+    "best": "*fp32",
+    "total": "*i64",
 }
 
 
-def main(capability: int) -> None:
-    kernel = sampler_triton._sample
+def compiled(kernel: Any, capability: int) -> dict[str, Any]:
     names = kernel.arg_names
+    types = {name: TYPES[name] for name in names if name in TYPES}
+    if kernel is sampler_triton._sum:
+        types["logits"] = "*fp32"
     constants = {
         "BITS": scale_bits(128256),
         "TILE": sampler_triton.TILE,
@@ -42,11 +48,11 @@ def main(capability: int) -> None:
     }
     source = ASTSource(
         kernel,
-        signature={name: TYPES.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(n),): value for n, value in constants.items() if n in names},
         attrs={
             (names.index(name),): [["tt.divisibility", 16]]
-            for name, kind in TYPES.items()
+            for name, kind in types.items()
             if kind.startswith("*")
         },
     )
@@ -56,12 +62,16 @@ def main(capability: int) -> None:
         options={"num_warps": sampler_triton.WARPS, "enable_fp_fusion": False},
     )
     inexact = r"\bfma\.\S+|\bmad\.\S*f\d+|\S+\.ftz\S*|div\.full\S*|\S+\.approx\S*"
-    report = {
+    return {
         "shared": result.metadata.shared,
         "stack": stack(result.asm["cubin"]),
         "inexact": sorted(set(re.findall(inexact, result.asm["ptx"]))),
     }
-    print(json.dumps(report))
+
+
+def main(capability: int) -> None:
+    kernels = {"sample": sampler_triton._sample, "sum": sampler_triton._sum}
+    print(json.dumps({name: compiled(kernel, capability) for name, kernel in kernels.items()}))
 
 
 if __name__ == "__main__":

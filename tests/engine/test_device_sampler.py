@@ -207,6 +207,18 @@ def test_logprobs_are_of_the_raw_logits() -> None:
     assert fewer.logprobs.top == first.logprobs.top[:2]
 
 
+def test_logs_are_those_of_torch_up_to_rounding() -> None:
+    for vocab, spread in ((50, 0.0), (1200, 3.0), (40000, 0.01), (40000, 6.0)):
+        scores = logits(7, vocab, spread)
+        wanted = torch.log_softmax(scores.double(), 0)
+        token = one(scores, row(SamplingParams(top_logprobs=20, seed=5)))
+        assert token.logprobs is not None
+        assert token.logprobs.logprob == pytest.approx(float(wanted[token.token_id]), abs=2e-6)
+        assert [v for _, v in token.logprobs.top] == pytest.approx(
+            torch.topk(wanted, 20).values.tolist(), abs=2e-6
+        )
+
+
 def test_choices_of_a_prompt_share_its_logits() -> None:
     params = SamplingParams(seed=3)
     rows = tuple(SampleRow(5 + i, i, 0, params) for i in range(6))

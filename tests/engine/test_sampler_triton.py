@@ -25,8 +25,9 @@ import baton
 from baton.core.request.request import SamplingParams
 from baton.core.scheduler.plan import SampleRow
 from baton.engine.sampler import draw_tokens
+from baton.engine.sampler_cpu import sum_row
 from baton.engine.sampler_rows import ALL_BANNED, NOT_A_NUMBER, RowInputs, TokenCounts
-from baton.engine.sampler_triton import draw_rows
+from baton.engine.sampler_triton import draw_rows, sum_rows
 from tests.depth import examples
 from tests.engine.devices import CUDA, INTERPRETER
 
@@ -158,6 +159,21 @@ def test_choices_of_a_prompt_share_its_logits(device: str) -> None:
     assert len(set(tokens)) > 2
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (7, 0.0), (1200, 3.0), (5003, 30.0)])
+def test_sums_of_rows_have_the_bits_of_the_host(vocab: int, spread: float, device: str) -> None:
+    logits = random_logits(5, vocab, spread)
+    logits[1, -1], logits[2, 0], logits[3] = math.nan, math.inf, -math.inf
+    logits[4, ::2] = -math.inf
+    logits[4, vocab // 2] = 1.0
+    best, total = torch.empty(5, device=device), torch.empty(5, dtype=torch.int64, device=device)
+    sum_rows(logits.to(device), best, total, tile=1024)
+    wanted = [sum_row(row.numpy()) for row in logits]
+    assert total.tolist() == [number for _, number in wanted]
+    expected = torch.tensor([number for number, _ in wanted])
+    assert torch.equal(best.cpu().view(torch.int32), expected.view(torch.int32))
+
+
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Names of the operators that ran, but for those that only view memory."""
 
@@ -259,7 +275,7 @@ def test_a_slot_goes_to_whoever_needs_it_when_its_sequence_stays_away() -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("capability", [80, 90])
-def test_it_compiles_for_gpus_without_spills_or_fused_arithmetic(
+def test_they_compile_for_gpus_without_spills_or_fused_arithmetic(
     capability: int, tmp_path: Path
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -276,7 +292,9 @@ def test_it_compiles_for_gpus_without_spills_or_fused_arithmetic(
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["stack"] == 0
-    assert report["shared"] <= 48 * 1024
-    # What rounds otherwise than the host does.
-    assert report["inexact"] == []
+    assert set(report) == {"sample", "sum"}
+    for kernel in report.values():
+        assert kernel["stack"] == 0
+        assert kernel["shared"] <= 48 * 1024
+        # What rounds otherwise than the host does.
+        assert kernel["inexact"] == []

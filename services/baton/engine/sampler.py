@@ -11,7 +11,9 @@ a row failed travels with its token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -23,12 +25,13 @@ from baton.core.scheduler.plan import (
     Chunk,
     SampledToken,
     SampleRow,
+    Scored,
     ScoredTokens,
     StepPlan,
     StepResult,
 )
 from baton.engine.device import Download, upload
-from baton.engine.sampler_cpu import draw_row
+from baton.engine.sampler_cpu import draw_row, scale_bits, sum_row
 from baton.engine.sampler_rows import ALL_BANNED, NOT_A_NUMBER, RowInputs, TokenCounts
 
 CAPACITY = 16384
@@ -94,26 +97,26 @@ class StepScores:
 
     def __init__(self, plan: StepPlan, logits: torch.Tensor):
         """logits: [wanted rows, vocab] of any float type, not changed."""
-        self._chunks = [chunk for chunk in plan.chunks if chunk.scored is not None]
-        tensors = []
+        self._chunks: list[tuple[Chunk, Scored, LogSoftmax]] = []
         first = 0
         for chunk in plan.chunks:
-            count = len(chunk.wanted)
             if chunk.scored is not None:
-                tensors += _scores(chunk, logits[first : first + count])
-            first += count
-        self._download = Download(tensors)
+                wanted = upload(list(chunk.scored.tokens), torch.int64, logits.device)
+                scores = LogSoftmax(logits[first:], wanted, chunk.scored.num_top)
+                self._chunks.append((chunk, chunk.scored, scores))
+            first += len(chunk.wanted)
+        self._download = Download([t for *_, scores in self._chunks for t in scores.tensors])
 
     def result(self) -> tuple[ScoredTokens, ...]:
         """Waits for the device. One of each chunk that is scored."""
         tensors = self._download.wait()
-        scored = []
-        for i, chunk in enumerate(self._chunks):
-            own, top_ids, top = (part.flatten().tolist() for part in tensors[3 * i : 3 * i + 3])
-            num_top = 0 if chunk.scored is None else chunk.scored.num_top
-            logprobs = packed(num_top, own, top_ids, top)
-            scored.append(ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs))
-        return tuple(scored)
+        found = []
+        for chunk, scored, scores in self._chunks:
+            own, top_ids, top = scores.result(tensors[: len(scores.tensors)])
+            tensors = tensors[len(scores.tensors) :]
+            logprobs = packed(scored.num_top, own, chain(*top_ids), chain(*top))
+            found.append(ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs))
+        return tuple(found)
 
 
 def drawn_rows(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
@@ -126,24 +129,46 @@ def drawn_rows(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
     return logits.index_select(0, upload(rows, torch.int64, logits.device))
 
 
-def _scores(chunk: Chunk, logits: torch.Tensor) -> list[torch.Tensor]:
-    """Natural logs of the softmax: own values float32 [N], best ids [N, K] and best values [N, K].
+class LogSoftmax:
+    """Natural logs of the softmax of rows of logits: each row's own token and its likeliest ones.
 
-    logits: [N or more, vocab], of the chunk's positions.
+    They have the same bits on every device. A row's sum is one of whole numbers, see `sampler_cpu`,
+    and the logs are taken on the host. A row that holds a number that is none has none either.
     """
-    assert chunk.scored is not None
-    tokens, num_top = chunk.scored
-    together = _ROWS_TOGETHER[logits.device.type]
-    wanted = upload(list(tokens), torch.int64, logits.device)
-    own = torch.empty(len(tokens), device=logits.device)
-    top_ids = torch.empty(len(tokens), num_top, dtype=torch.int64, device=logits.device)
-    top = torch.empty(len(tokens), num_top, device=logits.device)
-    for first in range(0, len(tokens), together):
-        rows = slice(first, min(first + together, len(tokens)))
-        scores = torch.log_softmax(logits[rows].float(), 1)
-        own[rows] = scores.gather(1, wanted[rows, None]).squeeze(1)
-        top[rows], top_ids[rows] = torch.topk(scores, num_top, 1)
-    return [own, top_ids, top]
+
+    def __init__(self, logits: torch.Tensor, wanted: torch.Tensor, num_top: int):
+        """logits: [N or more, vocab] of any float type. wanted: int64 [N], a token of each row."""
+        count, device = len(wanted), logits.device
+        self._bits = scale_bits(logits.shape[1])
+        own = torch.empty(count, device=device)
+        top_ids = torch.empty(count, num_top, dtype=torch.int64, device=device)
+        top = torch.empty(count, num_top, device=device)
+        best = torch.empty(count, device=device)
+        total = torch.empty(count, dtype=torch.int64, device=device)
+        together = _ROWS_TOGETHER[device.type]
+        for first in range(0, count, together):
+            rows = slice(first, min(first + together, count))
+            part = logits[rows].float()
+            own[rows] = part.gather(1, wanted[rows, None]).squeeze(1)
+            top[rows], top_ids[rows] = torch.topk(part, num_top, 1)
+            if part.is_cuda:
+                from baton.engine.sampler_triton import sum_rows
+
+                sum_rows(part, best[rows], total[rows])
+            else:
+                best[first], total[first] = sum_row(part[0].numpy())
+        self.tensors = [own, top_ids, top, best, total]
+        """To download; `result` takes what has arrived."""
+
+    def result(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
+        """Of each row its own token's number, the likeliest ids, and their numbers."""
+        own, top_ids, top, best, total = tensors
+        logs = total.double().log_() - self._bits * math.log(2.0)
+        own = ((own - best).double() - logs).float()
+        top = ((top - best[:, None]).double() - logs[:, None]).float()
+        return own.tolist(), top_ids.tolist(), top.tolist()
 
 
 _FAILURES = {
@@ -176,15 +201,27 @@ class SampledStep:
         self._wanting = [
             i for i, row in enumerate(self._rows) if row.params.top_logprobs is not None
         ]
-        self._download = Download([tokens, *self._logprobs(logits, sources, tokens)])
+        self._logprobs: LogSoftmax | None = None
+        if self._wanting:
+            places = [[sources[i] for i in self._wanting], self._wanting]
+            which = upload(places, torch.int64, logits.device)
+            own = tokens.index_select(0, which[1]).clamp_min(0)
+            most = max(self._rows[i].params.top_logprobs or 0 for i in self._wanting)
+            most = min(most, logits.shape[1])
+            self._logprobs = LogSoftmax(logits.index_select(0, which[0]), own, most)
+        wanted = [] if self._logprobs is None else self._logprobs.tensors
+        self._download = Download([tokens, *wanted])
 
     def result(self) -> StepResult:
         """Waits for the device. The tokens are in the order of the plan."""
-        tokens, *columns = (tensor.tolist() for tensor in self._download.wait())
+        arrived = self._download.wait()
+        tokens = arrived[0].tolist()
         logprobs: dict[int, Logprobs] = {}
-        for i, own, values, ids in zip(self._wanting, *columns, strict=True):
-            top = self._rows[i].params.top_logprobs
-            logprobs[i] = Logprobs(own, tuple(zip(ids[:top], values[:top], strict=True)))
+        if self._logprobs is not None:
+            columns = self._logprobs.result(arrived[1:])
+            for i, own, ids, values in zip(self._wanting, *columns, strict=True):
+                top = self._rows[i].params.top_logprobs
+                logprobs[i] = Logprobs(own, tuple(zip(ids[:top], values[:top], strict=True)))
         drawn: list[SampledToken] = []
         failed: list[tuple[int, str]] = []
         for i, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
@@ -194,21 +231,6 @@ class SampledStep:
                 drawn.append(SampledToken(row.sequence_id, row.choice, token, logprobs.get(i)))
         scored = () if self._scores is None else self._scores.result()
         return StepResult(self._step, tuple(drawn), tuple(failed), scored=scored)
-
-    def _logprobs(
-        self, logits: torch.Tensor, sources: Sequence[int], tokens: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Natural logs of the untouched logits' softmax, float32, of the rows that want them: their
-        own values [N], the best values [N, K] and these ones' ids [N, K]; nothing when N is 0."""
-        wanting = self._wanting
-        if not wanting:
-            return []
-        which = upload([[sources[i] for i in wanting], wanting], torch.int64, logits.device)
-        scores = torch.log_softmax(logits.index_select(0, which[0]).float(), 1)
-        own = scores.gather(1, tokens.index_select(0, which[1]).clamp_min(0)[:, None]).squeeze(1)
-        most = max(self._rows[i].params.top_logprobs or 0 for i in wanting)
-        top = torch.topk(scores, min(most, logits.shape[1]), 1)
-        return [own, top.values, top.indices]
 
 
 class UnsampledStep:

@@ -198,6 +198,16 @@ def draw_row(logits: Floats, inputs: RowInputs, row: int, counts: npt.NDArray[np
     return place if ids is None else int(ids[place])
 
 
+def sum_row(logits: Floats) -> tuple[float, int]:
+    """A row's best logit, and the sum of its tokens' weights at temperature 1; not a number, and 1,
+    where the row holds what is not a number or is infinite."""
+    # Zero of either sign becomes 0.0.
+    best = logits.max() + np.float32(0)
+    if not np.isfinite(best):
+        return np.nan, 1
+    return float(best), int(weigh(best - logits, scale_bits(len(logits))).sum())
+
+
 def _adjusted(logits: Floats, inputs: RowInputs, row: int, counts: npt.NDArray[np.int32]) -> Floats:
     """logits with penalties, biases and bans, and all but what is allowed left out."""
     wish, numbers = inputs.settings[row], inputs.numbers[row]

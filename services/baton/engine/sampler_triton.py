@@ -62,6 +62,27 @@ def draw_rows(
     return tokens
 
 
+def sum_rows(
+    logits: torch.Tensor, best: torch.Tensor, total: torch.Tensor, *, tile: int = TILE
+) -> None:
+    """Writes `sampler_cpu.sum_row` of each row: best float32 [rows], total int64 [rows].
+
+    logits: float32 [rows, vocab], the last dimension contiguous.
+    """
+    rows, vocab = logits.shape
+    _sum[(rows,)](
+        logits,
+        best,
+        total,
+        logits.stride(0),
+        vocab,
+        BITS=scale_bits(vocab),
+        TILE=tile,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+
+
 _NUMBERS = tl.constexpr(NUMBERS.itemsize // 8)
 _SETTINGS = tl.constexpr(SETTINGS.itemsize // 4)
 _LIST = tl.constexpr(256)
@@ -414,3 +435,35 @@ def _drawn(
     if gathered > 0:
         found = tl.load(own + vocab + CANDIDATES + found).to(tl.int32, bitcast=True)
     return found
+
+
+@jit_of_any("vocab")
+def _sum(
+    logits: tl.tensor,
+    best: tl.tensor,
+    total: tl.tensor,
+    logits_stride: tl.tensor,
+    vocab: tl.tensor,
+    BITS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Program r: the best logit of row r, and the sum of its weights."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * logits_stride
+    spot = tl.arange(0, TILE)
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    broken = tl.zeros((TILE,), tl.int32)
+    for start in range(0, vocab, TILE):
+        logit = tl.load(logits + start + spot, mask=start + spot < vocab, other=float("-inf"))
+        broken |= ((logit != logit) | (logit == float("inf"))).to(tl.int32)
+        top = tl.maximum(top, logit)
+    highest = tl.max(top) + 0.0
+    whole = tl.max(broken) == 0
+    whole = whole & (highest != float("-inf"))
+    weights = tl.zeros((TILE,), tl.int64)
+    if whole:
+        for start in range(0, vocab, TILE):
+            logit = tl.load(logits + start + spot, mask=start + spot < vocab, other=float("-inf"))
+            weights += _weigh(highest - logit, BITS)
+    tl.store(best + row, tl.where(whole, highest, float("nan")))
+    tl.store(total + row, tl.where(whole, tl.sum(weights), 1))
