@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -32,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [ROOT / name for name in ("services", "loadtest", "scripts", "")]
 CARRIED = ROOT / ".gpucheck"
-"""What `gpucheck/strip_nixl.py` makes."""
+"""What `gpucheck/strip_nixl.py` makes, for one version of Python."""
 sys.path[:0] = map(str, PATHS)
 
 from baton.core.errors import InvalidArgument  # noqa: E402
@@ -153,7 +154,8 @@ def run_part(
 
 def environment(options: Options) -> dict[str, str]:
     """Of a part's process."""
-    carried = [CARRIED] if CARRIED.is_dir() else []
+    bindings = "nixl_cu13/_bindings" + sysconfig.get_config_var("EXT_SUFFIX")
+    carried = [CARRIED] if (CARRIED / bindings).exists() else []
     given = os.environ.get("PYTHONPATH", "")
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join([*map(str, [*PATHS, *carried]), *filter(None, [given])])
