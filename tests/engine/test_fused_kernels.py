@@ -153,7 +153,7 @@ def test_heads_are_normalised_rotated_and_placed(device: str, case: Case) -> Non
 def test_logits_equal_those_of_transformers(
     arch: str, device: str, saved: Callable[[str], Path]
 ) -> None:
-    plans = steps((1, 6, 3), 20)
+    plans = steps((1, 6, 3), 30)
     own, _, reference = opened(saved(arch), attention="reference")
     wanted = [run_network(own.network, reference.begin(plan)) for plan in plans]
     loaded, shape, backend = opened(saved(arch), attention="triton", device=device)

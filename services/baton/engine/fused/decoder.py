@@ -244,9 +244,10 @@ class Decoder(nn.Module):
 
 
 def take_layers(network: Any) -> None:
-    """Leaves the network of transformers without its layers, when a Decoder stands for it: weights
-    that the decoder then packs are held by nothing else."""
+    """Leaves the network of transformers without layers and head, when a Decoder stands for it:
+    nothing else then holds the weights that the decoder packs."""
     network.model.layers = nn.ModuleList()
+    network.lm_head = nn.Identity()
 
 
 @torch.no_grad()
