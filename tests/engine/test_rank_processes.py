@@ -1,0 +1,58 @@
+"""Ranks as real processes: tokens equal transformers', and a rank that dies ends its step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import Internal, InvalidArgument
+from baton.core.scheduler.plan import Chunk, StepPlan
+from baton.engine.config import EngineConfig
+from baton.engine.ranks.processes import RankProcesses
+from baton.engine.ranks.runner import RankedRunner
+from tests.engine.driving import generate, random_prompts, together
+from tests.engine.test_parity import expected
+from tests.engine.tiny_models import VOCAB
+
+pytestmark = pytest.mark.deep
+
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_at_work_ends_the_step(victim: int, saved: Callable[[str], Path]) -> None:
+    ranks = RankProcesses(2, 1)
+    seen: list[tuple[int, int]] = []
+    config = EngineConfig(str(saved("llama")), num_blocks=128, threads=1)
+    runner = RankedRunner.open(ranks, config, lambda done, total: seen.append((done, total)))
+    try:
+        died = threading.Event()
+        runner.on_death(died.set)
+        prompts = random_prompts((5, 33), VOCAB)
+        assert generate(runner, prompts, together(2, 4), 4) == expected("llama", prompts, 4)
+        (prompt,) = random_prompts((1500,), VOCAB)
+        runner.submit(StepPlan(7, (Chunk(0, prompt, 0, ((0, 94),)),)))
+        os.kill(ranks.pids[victim], signal.SIGKILL)
+        with pytest.raises(Internal, match="rank"):
+            runner.collect()
+        assert died.wait(PATIENCE_S)
+        with pytest.raises(Internal, match="died"):
+            runner.submit(StepPlan(8, ()))
+    finally:
+        runner.close()
+    assert all(0 <= done <= total for done, total in seen)
+
+
+def test_a_refusal_names_its_field_and_leaves_no_process(saved: Callable[[str], Path]) -> None:
+    ranks = RankProcesses(3, 1)
+    with pytest.raises(InvalidArgument, match="num_attention_heads 4") as refused:
+        RankedRunner.open(ranks, EngineConfig(str(saved("llama")), threads=1))
+    assert refused.value.field == "tensor_parallel"
+    for pid in ranks.pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
