@@ -100,6 +100,8 @@ def test_variables_of_other_processes_are_ignored() -> None:
         (["--slots", "1048577"], {}, "", ["slots", "'1048577'"]),
         (["--slots", "many"], {}, "", ["slots", "'many'"]),
         (["--slots", "3.5"], {}, "", ["slots", "'3.5'"]),
+        (["--wait-ms", "5 ms"], {}, "", ["wait_ms", "'5 ms'"]),
+        (["--wait-ms", ""], {}, "", ["wait_ms", "''"]),
         ([], {"BATON_SLOTS": ""}, "", ["slots", "BATON_SLOTS"]),
         ([], {"BATON_WAIT_MS": "-1"}, "", ["wait_ms", "'-1'", "BATON_WAIT_MS", "at least 0"]),
         ([], {"BATON_WAIT_MS": "nan"}, "", ["wait_ms", "'nan'"]),
@@ -169,6 +171,14 @@ def test_a_former_option_is_ignored_with_a_warning(
     warning = capsys.readouterr().err
     assert warning.startswith("test: warning: ") and warning.count("\n") == 1
     assert source in warning and "docs/upgrading.md" in warning
+    name = "fast" if "fast" in source else "order"
+    assert warning.startswith(f"test: warning: {name} (from "), "it names the option, not the file"
+
+
+@pytest.mark.parametrize(("text", "number"), [(".5", 0.5), ("5.", 5.0), ("+7", 7.0), ("1e3", 1e3)])
+def test_a_number_with_a_fraction_is_written_as_in_python(text: str, number: float) -> None:
+    assert read(["--wait-ms", text]).wait_ms == number
+    assert read([], {"BATON_WAIT_MS": text}).wait_ms == number
 
 
 def test_help_does_not_show_a_former_option(capsys: pytest.CaptureFixture[str]) -> None:

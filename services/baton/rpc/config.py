@@ -104,10 +104,13 @@ def parse(option: Option, value: object, source: str) -> Any:
         if isinstance(option.default, tuple):
             given = [item.strip() for item in value.split(",") if item.strip()]
     try:
+        if isinstance(given, str) and isinstance(option.default, float):
+            # msgspec takes the numbers of JSON only, and so neither .5 nor 5.
+            given = float(given)
         made = msgspec.convert(given, option.type, strict=not isinstance(value, str))
         if not isinstance(made, float) or math.isfinite(made):
             return made
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, ValueError):
         pass
     shown = "the value" if option.secret else repr(value)
     raise InvalidArgument(
@@ -239,8 +242,8 @@ def load(
         for name in sorted(raw.keys() & removed):
             source = raw.pop(name)[1]
             print(
-                f"{prog}: warning: {source} is ignored: {name} is no option any more, see "
-                "docs/upgrading.md",
+                f"{prog}: warning: {name} (from {source}) is ignored: it is no option any more, "
+                "see docs/upgrading.md",
                 file=sys.stderr,
             )
         values = {name: parse(options[name], *value) for name, value in raw.items()}
