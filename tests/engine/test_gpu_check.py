@@ -18,6 +18,8 @@ import pytest
 import torch
 
 import gpu_check
+from baton.core.errors import InvalidArgument
+from baton.engine.gpus import Driver, Gpu
 from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.report import Result
 from gpucheck import figures, kernels, sections, strip_nixl
@@ -353,3 +355,15 @@ def test_everything_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
         *("speed", "kernel speed", "fused kernels", "transformers", "variants", "handover"),
         *("packing", "swap", "large batches", "long context", "mixed steps"),
     }
+
+
+def test_one_gpu_of_several_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(i, f"GPU-{i}", "H100", 80 << 30, 79 << 30) for i in range(4))
+    monkeypatch.setattr("gpu_check.find_driver", lambda: Driver("580", gpus))
+    for device, limit, chosen in (("cuda", "3,2", "GPU-3"), ("cuda:1", "3,2", "GPU-2")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", limit)
+        assert gpu_check.expose(device) == "cuda"
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+    assert gpu_check.expose("cpu") == "cpu"
+    with pytest.raises(InvalidArgument):
+        gpu_check.expose("cuda:4")
