@@ -33,6 +33,16 @@ def test_messages_come_whole_and_in_order(pair: Pair) -> None:
     assert [there.receive(PATIENCE_S) for _ in sent] == sent
 
 
+def test_a_message_comes_whole_however_it_is_torn() -> None:
+    ours, theirs = socket.socketpair()
+    link, messages = Link(ours), [b"", b"a", b"bc" * 5, b""]
+    for byte in b"".join(struct.pack("<Q", len(each)) + each for each in messages):
+        theirs.send(bytes([byte]))
+    assert [link.receive(PATIENCE_S) for _ in messages] == messages
+    link.close()
+    theirs.close()
+
+
 def test_both_ends_may_send_more_than_fits(pair: Pair) -> None:
     """Neither reads before it has sent."""
     here, there = pair

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.core.scheduler.plan import StepPlan
+from baton.engine.config import EngineConfig
+from baton.engine.ranks.processes import RankProcesses
+from baton.engine.ranks.runner import RankedRunner
 from tests.engine.tiny_models import save_tiny_model
 from tests.services.worker.pair import until
 from tests.services.worker.processes import Process, worker
@@ -60,3 +65,20 @@ async def test_ranks_listen_to_nobody_but_each_other(ranked: Ranked) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+
+def test_ranks_leave_signals_to_their_worker(tmp_path: Path) -> None:
+    """Ctrl-C in a terminal goes to both, and so does the end of a systemd unit: the worker drains,
+    which takes steps."""
+    folder = save_tiny_model("llama", tmp_path / "m")
+    ranks = RankProcesses(2, 1)
+    runner = RankedRunner.open(ranks, EngineConfig(str(folder), device="cpu", threads=1))
+    try:
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        runner.submit(StepPlan(1, ()))
+        assert runner.collect().step == 1
+    finally:
+        runner.close()
+    assert not any(psutil.pid_exists(pid) for pid in ranks.pids)

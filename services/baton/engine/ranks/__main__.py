@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 
@@ -16,6 +17,10 @@ from baton.engine.ranks.processes import RankArguments
 
 def main() -> int:
     """The argument is RankArguments in JSON."""
+    # A terminal and systemd send these to a worker's children, too. The worker drains on them and
+    # needs its ranks until it has.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     arguments = msgspec.json.decode(sys.argv[1], type=RankArguments)
     logging.basicConfig(
         level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s"

@@ -109,9 +109,18 @@ def receive_each(links: Sequence[Link], timeout_s: float) -> Iterator[tuple[int,
             del waiting[i]
             yield i, message
         if waiting and not ready:
-            _wait(list(waiting.values()), select.POLLIN, end)
-            for link in waiting.values():
-                link._read()
+            _wait_and_read(list(waiting.values()), end)
+
+
+def receive_first(links: Sequence[Link], timeout_s: float) -> tuple[int, bytes]:
+    """(index, message), the next one of whichever link. Raises LinkLost, also when one of the links
+    has ended before any of them has a message."""
+    end = monotonic() + timeout_s
+    while True:
+        for i, link in enumerate(links):
+            if (message := link._next()) is not None:
+                return i, message
+        _wait_and_read(links, end)
 
 
 def on_loss(links: Sequence[Link], lost: Callable[[], None]) -> None:
@@ -129,6 +138,12 @@ def on_loss(links: Sequence[Link], lost: Callable[[], None]) -> None:
         lost()
 
     threading.Thread(target=watch, name="lost-links", daemon=True).start()
+
+
+def _wait_and_read(links: Sequence[Link], end: float) -> None:
+    _wait(links, select.POLLIN, end)
+    for link in links:
+        link._read()
 
 
 def _wait(links: Sequence[Link], events: int, end: float | None) -> None:

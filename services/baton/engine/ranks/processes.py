@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from time import monotonic
 
 import msgspec
 
@@ -21,7 +22,7 @@ from baton.engine.ranks.link import Link
 from baton.engine.ranks.runner import Place
 
 STOP_S = 5.0
-"""How long ranks may take to end before they are killed."""
+"""How long ranks, all together, may take to end before they are killed."""
 
 
 class RankArguments(msgspec.Struct, frozen=True):
@@ -69,9 +70,10 @@ class RankProcesses:
     def close(self) -> None:
         for link in (*self.steps, *self.copies):
             link.close()
+        end = monotonic() + STOP_S
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_S)
+                process.wait(max(0.0, end - monotonic()))
             process.kill()
             process.wait()
 

@@ -37,7 +37,7 @@ from baton.core.scheduler.plan import (
 )
 from baton.engine.config import EngineConfig
 from baton.engine.kv.extents import check_extents, check_plan
-from baton.engine.ranks.link import Link, LinkLost, on_loss, receive_each
+from baton.engine.ranks.link import Link, LinkLost, on_loss, receive_each, receive_first
 from baton.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ STAGES = "pipeline_parallel"
 """What the operator calls the number of stages."""
 
 LOAD_S = 1800.0
-"""Longest time between two messages of a rank that loads."""
+"""Longest time without a message of any rank that loads."""
 STEP_S = 300.0
 """Longest step or copy: the first one of a GPU compiles kernels."""
 
@@ -365,32 +365,43 @@ def _load(ranks: Ranks, config: EngineConfig, progress: Callable[[int, int], Non
         raise Internal("a rank has died") from None
     opened: dict[int, Opened] = {}
     done = dict.fromkeys(range(size), 0)
+    # In the order in which they come, however many each rank sends: a rank that has failed or died
+    # is noticed while another one says nothing, as one does that waits for it.
     while len(opened) < size:
         waiting = [rank for rank in range(size) if rank not in opened]
-        for i, answer in _answers_of([ranks.steps[rank] for rank in waiting], LOAD_S):
-            if isinstance(answer, Loading):
-                done[waiting[i]] = answer.done_bytes
-                progress(min(done.values()), answer.total_bytes)
-            elif isinstance(answer, Opened):
-                opened[waiting[i]] = answer
-            else:
-                raise Internal("a rank answered out of place")
+        try:
+            i, data = receive_first([ranks.steps[rank] for rank in waiting], LOAD_S)
+        except LinkLost:
+            raise Internal(_LOST) from None
+        rank, answer = waiting[i], _accepted(waiting[i], data)
+        if isinstance(answer, Loading):
+            done[rank] = answer.done_bytes
+            progress(min(done.values()), answer.total_bytes)
+        elif isinstance(answer, Opened):
+            opened[rank] = answer
+        else:
+            raise Internal("a rank answered out of place")
     return [opened[rank] for rank in range(size)]
 
 
+_LOST = "a rank has died or does not answer"
+
+
 def _answers_of(links: Sequence[Link], timeout_s: float) -> list[tuple[int, Answer]]:
-    """An answer of each link. The first refusal is raised at once: the others may wait for that
+    """An answer of each rank. The first refusal is raised at once: the others may wait for that
     rank and never answer. Raises Internal when a rank has died or answers too late."""
-    answers: list[tuple[int, Answer]] = []
     try:
-        for i, data in receive_each(links, timeout_s):
-            answer = _to_answer(data)
-            if isinstance(answer, Refused):
-                log.error("rank %d refused: %s", i, answer.message)
-                if answer.field:
-                    raise InvalidArgument(answer.message, field=answer.field)
-                raise Internal(answer.message)
-            answers.append((i, answer))
+        return [(rank, _accepted(rank, data)) for rank, data in receive_each(links, timeout_s)]
     except LinkLost:
-        raise Internal("a rank has died or does not answer") from None
-    return answers
+        raise Internal(_LOST) from None
+
+
+def _accepted(rank: int, data: bytes) -> Answer:
+    """A rank's answer. Raises InvalidArgument or Internal for a refusal."""
+    answer = _to_answer(data)
+    if isinstance(answer, Refused):
+        log.error("rank %d refused: %s", rank, answer.message)
+        if answer.field:
+            raise InvalidArgument(answer.message, field=answer.field)
+        raise Internal(answer.message)
+    return answer
