@@ -6,6 +6,7 @@ The ranks here are the other ends of the links, in the test's hands.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -57,9 +58,18 @@ def test_a_refusal_is_raised_while_another_rank_that_loads_is_silent(held: HeldR
 def test_a_death_is_raised_while_another_rank_that_loads_is_silent(held: HeldRanks) -> None:
     held.say(0, Loading(1, 9), Loading(2, 9))
     held.say(1, Loading(9, 9))
-    held.theirs[0].close()
-    with pytest.raises(Internal, match="died"):
-        RankedRunner.open(held, EngineConfig("m", threads=1))
+
+    def die() -> None:
+        held.theirs[0].receive(TIME_S)
+        held.theirs[0].close()
+
+    rank = threading.Thread(target=die)
+    rank.start()
+    try:
+        with pytest.raises(Internal, match="died"):
+            RankedRunner.open(held, EngineConfig("m", threads=1))
+    finally:
+        rank.join()
 
 
 def test_progress_is_that_of_the_slowest_rank(held: HeldRanks) -> None:

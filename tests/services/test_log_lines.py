@@ -43,6 +43,7 @@ OF_NO_REQUEST = {
     "rpc/tls.py": "certificates",
     "tokenizer/__main__.py": "the process",
     "worker/self_test.py": "the worker",
+    "worker/staging.py": "the worker",
     "worker/process.py": "the worker",
 }
 """Modules that have lines without a request, and what those are about."""
