@@ -124,9 +124,11 @@ def resume_from_the_start() -> AbstractContextManager[Any]:
 
 def keep_in_quarantine() -> AbstractContextManager[Any]:
     entered = Quarantine.entered
+    kept: list[AbstractContextManager[None]] = []
 
     def for_ever(quarantine: Quarantine, instance_ids: Any) -> AbstractContextManager[None]:
-        entered(quarantine, instance_ids).__enter__()
+        kept.append(entered(quarantine, instance_ids))
+        kept[-1].__enter__()
         return nullcontext()
 
     return mock.patch.object(Quarantine, "entered", for_ever)

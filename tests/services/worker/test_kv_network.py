@@ -15,7 +15,7 @@ from baton.core.errors import Incompatible, InvalidArgument
 from baton.rpc.address import is_loopback
 from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.testing.fake_runner import FakeRunner
-from baton.transfer.kv_chunk import POLY, XXH3
+from baton.transfer.kv_chunk import DIGESTS, POLY, XXH3
 from baton.transfer.peers import SenderConnection
 from baton.transfer.ucx import KvNetwork, Ucx, choose
 from baton.v1 import handover_pb2 as pb
@@ -47,6 +47,7 @@ async def meeting_with(sender: Process) -> pb.MeetResponse:
         receiver=identity_to_proto(identity("decode")),
         layout=layout_to_proto(layout),
         transports=("nixl", "loopback"),
+        digests=DIGESTS,
         sender_instance_id=sender.identity.instance_id,
     )
     return await SenderConnection(sender.channel).meet(request)

@@ -222,6 +222,7 @@ async def probe(task: ProbeTask, report: Report) -> None:
             sender_instance_id=sender.instance_id,
             kv_network=network,
             ucx_transports=ways,
+            digests=ucx.network.digests,
         )
         meeting, seconds = await _meet(connection, request)
         report(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton.core.admission.tenants import Tenant
-from baton.core.errors import InvalidArgument
+from baton.core.errors import BatonError, InvalidArgument
 from baton.core.observe.stages import TraceContext
 from baton.core.request.request import (
     ChatPrompt,
@@ -32,7 +32,7 @@ from baton.core.request.request import (
     ToolChoice,
     ToolUse,
 )
-from baton.core.request.validation import REQUEST_RANGES
+from baton.core.request.validation import REQUEST_RANGES, validate
 from baton.router.api.http.responses import encode
 from baton.router.api.http.schema import (
     ChatBody,
@@ -46,7 +46,7 @@ from baton.router.api.http.schema import (
     client_names,
     decode,
 )
-from baton.router.api.translation import ANY_OBJECT, choice, lark_or_gbnf
+from baton.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions. A chat answer may fill the context."""
@@ -204,17 +204,27 @@ def _call(
     }
     if isinstance(body.stop_strings, str):
         given["stop_strings"] = (body.stop_strings,)
-    if len(prompts) > 1 and len(prompts) * (body.n or 1) > MAX_CHOICES_PER_CALL:
-        raise InvalidArgument(
-            f"prompts times n must be at most {MAX_CHOICES_PER_CALL}", field="prompt"
-        )
+    names = {**names, "grammar": grammar_name}
+    requests = tuple(Request(prompt, **given) for prompt in prompts)
+    if len(requests) > 1:
+        if len(requests) * requests[0].n > MAX_CHOICES_PER_CALL:
+            raise InvalidArgument(
+                f"prompts times n must be at most {MAX_CHOICES_PER_CALL}", field="prompt"
+            )
+        # The pipeline validates each when it opens it. A call with several prompts is refused as a
+        # whole, before one of them has cost anything.
+        try:
+            for request in requests:
+                validate(request)
+        except BatonError as error:
+            raise in_client_words(error, names) from None
     return GenerationCall(
-        requests=tuple(Request(prompt, **given) for prompt in prompts),
+        requests=requests,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         ignored=ignored,
-        names={**names, "grammar": grammar_name},
+        names=names,
         request_id=body.request_id or "",
         prompt_logprobs=body.prompt_logprobs,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
