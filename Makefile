@@ -56,7 +56,7 @@ down: ## Stop what 'make up' started
 test: install ## The default tests: no GPU, no network, less than five minutes on 2 cores
 	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
 
-test-deep: install ## What the default tests leave out: every architecture, whole state machines, deaths, fuzz (about 12 minutes on 2 cores)
+test-deep: install ## What the default tests leave out: every architecture, whole state machines, deaths, fuzz (about 16 minutes on 2 cores)
 	@BATON_DEEP=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile \
 		-m '(deep or hypothesis) and not (slow or chaos or k8s or gpu or browser or clients or edge)'
 
