@@ -232,14 +232,12 @@ class RankedRunner:
         """
         try:
             opened = _load(ranks, config, progress)
+            if len({(each.model, each.layout, each.num_blocks) for each in opened}) != 1:
+                raise Internal("the ranks do not agree on what they loaded")
         except BaseException:
             ranks.close()
             raise
         first = opened[0]
-        several = {(each.model, each.layout, each.num_blocks) for each in opened}
-        if len(several) != 1:
-            ranks.close()
-            raise Internal("the ranks do not agree on what they loaded")
         host, disk = (min(each.num_swap_blocks[i] for each in opened) for i in (0, 1))
         reasons = [each.not_exact_because for each in opened if each.not_exact_because]
         agreed = msgspec.structs.replace(
