@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +31,7 @@ from baton.transfer.staging import TransportError
 from baton.transfer.stats import HandoverStats
 from baton.transfer.stream import FAREWELL_S
 from baton.transfer.transports import Staging, TransferReader, digests_differ
+from baton.transfer.ucx import Ucx
 from baton.v1 import handover_pb2 as pb
 from baton.v1 import handover_pb2_grpc
 
@@ -45,6 +46,29 @@ Connect = Callable[[WorkerIdentity], "SenderConnection"]
 """How a receiver reaches a sender, one connection per sender."""
 
 log = logging.getLogger(__name__)
+
+
+def meet_request(
+    receiver: WorkerIdentity,
+    layout: KvLayout,
+    transports: Sequence[str],
+    sender_instance_id: str,
+    ucx: Ucx,
+    digests: Sequence[str],
+) -> pb.MeetRequest:
+    """What a receiver sends to a sender that it has not met: who it is, and what fits it.
+
+    digests: of KV chunks that are good enough for it.
+    """
+    return pb.MeetRequest(
+        receiver=identity_to_proto(receiver),
+        layout=layout_to_proto(layout),
+        transports=transports,
+        sender_instance_id=sender_instance_id,
+        kv_network=ucx.network.value,
+        ucx_transports=ucx.transports,
+        digests=digests,
+    )
 
 
 class SenderConnection:
@@ -287,14 +311,13 @@ class Peers:
             log.warning("%s cannot be met: %s", short_name(peer.sender), error.message)
 
     def _request(self, transports: list[str], sender_instance_id: str) -> pb.MeetRequest:
-        return pb.MeetRequest(
-            receiver=identity_to_proto(self._identity),
-            layout=layout_to_proto(self._layout),
-            transports=transports,
-            sender_instance_id=sender_instance_id,
-            kv_network=self._staging.ucx.network.value,
-            ucx_transports=self._staging.ucx.transports,
-            digests=self._staging.digests,
+        return meet_request(
+            self._identity,
+            self._layout,
+            transports,
+            sender_instance_id,
+            self._staging.ucx,
+            self._staging.digests,
         )
 
     async def _check_alive(self, peer: Peer) -> None:

@@ -25,14 +25,13 @@ from baton.core.errors import BatonError, HandoverFailed, Internal, Unavailable
 from baton.core.request.model import WorkerIdentity
 from baton.core.routing.load import WorkerDescription
 from baton.rpc.channels import Channels
-from baton.rpc.convert import identity_to_proto, layout_to_proto
 from baton.rpc.errors import from_rpc_error
 from baton.rpc.lifecycle import die_with_parent, new_instance_id
 from baton.rpc.peers import PEER_TOKEN_VARIABLE
 from baton.rpc.tls import Certificates
 from baton.rpc.worker import description_from_proto
 from baton.transfer.kv_chunk import HEADER_BYTES, PROBE_S, made_up, positions_per_kv_chunk
-from baton.transfer.peers import CollectStream, SenderConnection
+from baton.transfer.peers import CollectStream, SenderConnection, meet_request
 from baton.transfer.receiver import KvReceiver, TransferRequest
 from baton.transfer.staging import StagingPool, TransportError
 from baton.transfer.transports import Staging
@@ -215,15 +214,7 @@ async def probe(task: ProbeTask, report: Report) -> None:
         connection = Watched(channel)
         names = ("nixl", "loopback") if task.transport == "auto" else (task.transport,)
         network, ways = ucx.network.value, ucx.transports
-        request = pb.MeetRequest(
-            receiver=identity_to_proto(me),
-            layout=layout_to_proto(peer.layout),
-            transports=names,
-            sender_instance_id=sender.instance_id,
-            kv_network=network,
-            ucx_transports=ways,
-            digests=ucx.network.digests,
-        )
+        request = meet_request(me, peer.layout, names, sender.instance_id, ucx, ucx.network.digests)
         meeting, seconds = await _meet(connection, request)
         report(
             meeting={
