@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from baton.v1 import inference_pb2
 from tests.e2e.relay import Answer, Relay, options
 
-TOKENS = 160
+TOKENS = 320
 SETTLED = 5
 """Events of every stream before the worker is told to leave."""
 
