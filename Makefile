@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml $(DEV_LOCK)
 	else $(BIN)/pip install -q --disable-pip-version-check "torch==$(TORCH)"; fi
 	@echo "Installing Baton and its dependencies (a few minutes)"
 	@$(BIN)/pip install -q --disable-pip-version-check -c $(DEV_LOCK) -e '.[engine,dev]' 2>&1 | grep -v '^WARNING: Location' || true
-	@$(BIN)/python -c 'import baton, torch, transformers'
+	@$(BIN)/python -c 'import batonlm, torch, transformers'
 	@touch $@
 
 up: install ## Start Baton on this machine and ask it something
@@ -129,7 +129,7 @@ type: install ## mypy strict
 
 check: lint type test ## What CI runs
 
-protos: install ## Generate services/baton/v1 from protos/
+protos: install ## Generate services/batonlm/v1 from protos/
 	@$(BIN)/python scripts/gen_protos.py
 
 chart-schema: install ## Make the chart's values.schema.json
@@ -142,7 +142,7 @@ proto-lint: ## buf lint (needs npm)
 	@npm exec --yes --package=@bufbuild/buf@1.75.0 -- buf lint
 
 model: install ## Train the bundled model again (long)
-	@PYTHONPATH=scripts $(BIN)/python -m model.train --out services/baton/models/baton-tiny
+	@PYTHONPATH=scripts $(BIN)/python -m model.train --out services/batonlm/models/baton-tiny
 
 figures: install ## Measure everything again that README and docs state (hours; see scripts/figures.py)
 	@$(FIGURES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from baton.client import AsyncClient, BatonError, Client, Delta, Finished, InvalidArgument
+from batonlm.client import AsyncClient, BatonError, Client, Delta, Finished, InvalidArgument
 
 ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 

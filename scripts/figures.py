@@ -105,7 +105,7 @@ def chosen(names: Sequence[str]) -> dict[str, Figure]:
 def run(figures: dict[str, Figure], given: dict[str, str]) -> list[str]:
     """One after the other. Returns what went wrong, a sentence each."""
     wrong = []
-    baton = [sys.executable, "-m", "baton.cli.main"]
+    baton = [sys.executable, "-m", "batonlm.cli.main"]
     for name, figure in figures.items():
         if missing := [variable for variable in figure.takes if not given.get(variable)]:
             wrong.append(f"{name} was left out: set {', '.join(missing)}")

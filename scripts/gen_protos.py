@@ -1,4 +1,4 @@
-"""Generates services/baton/v1 from protos/baton/v1.
+"""Generates services/batonlm/v1 from protos/baton/v1.
 
 `--check` writes nothing and fails when the committed stubs differ from what the protos give.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import re
 import sys
 import sysconfig
 import tempfile
@@ -16,7 +17,10 @@ import grpc_tools  # type: ignore[import-untyped]
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-STUBS = Path("services/baton/v1")
+STUBS = Path("services/batonlm/v1")
+MODULE = re.compile(r"\bbaton\.v1(?= import|\.\w+_pb2)")
+"""How stubs import each other: by the path of the protos. Descriptors have that path on the wire,
+but Python finds the package by another name."""
 INIT = '"""Generated from protos/baton/v1 by scripts/gen_protos.py. Never edited."""\n'
 
 
@@ -42,6 +46,8 @@ def generate(out: Path) -> None:
     )
     if code != 0:
         raise SystemExit(code)
+    for stub in (out / "baton/v1").iterdir():
+        stub.write_text(MODULE.sub("batonlm.v1", stub.read_text()))
     (out / "baton/v1/__init__.py").write_text(INIT)
 
 

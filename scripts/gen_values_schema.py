@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from baton.detokenizer.config import DetokenizerConfig
-from baton.router.config import RouterConfig
-from baton.rpc.config import Option, options_of
-from baton.tokenizer.config import TokenizerConfig
-from baton.worker.options import DecodeConfig, PrefillConfig
+from batonlm.detokenizer.config import DetokenizerConfig
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.config import Option, options_of
+from batonlm.tokenizer.config import TokenizerConfig
+from batonlm.worker.options import DecodeConfig, PrefillConfig
 
 CHART = Path(__file__).resolve().parent.parent / "deploy/helm/baton"
 SCHEMA = CHART / "values.schema.json"

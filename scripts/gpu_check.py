@@ -36,9 +36,9 @@ CARRIED = ROOT / ".gpucheck"
 """What `gpucheck/strip_nixl.py` makes, for one version of Python."""
 sys.path[:0] = map(str, PATHS)
 
-from baton.core.errors import InvalidArgument  # noqa: E402
-from baton.engine.gpus import VISIBLE, find_driver, select, visible  # noqa: E402
 from baton_loadtest.report import Result, document, table  # noqa: E402
+from batonlm.core.errors import InvalidArgument  # noqa: E402
+from batonlm.engine.gpus import VISIBLE, find_driver, select, visible  # noqa: E402
 from gpucheck.sections import SECTIONS, Section  # noqa: E402
 
 COMMAND_S = 570.0
@@ -255,7 +255,7 @@ class Report:
 def source_digest() -> str:
     """Of the code that is measured: a machine that the tree was copied to has no commit."""
     digest = hashlib.blake2b(digest_size=8)
-    for folder in ("services/baton", "scripts/gpucheck"):
+    for folder in ("services/batonlm", "scripts/gpucheck"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -58,7 +58,7 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     """Of each number its name, what it counts, and what else is to be said."""
     modules = {_module(path): path for path in SOURCE.rglob("*.py") if "v1" not in path.parts}
     imports = {module: _imports(path, modules) for module, path in modules.items()}
-    loaded = _closure({f"baton.{name}.__main__" for name in PROCESSES}, imports)
+    loaded = _closure({f"batonlm.{name}.__main__" for name in PROCESSES}, imports)
     code = sum(_code_lines(modules[module]) for module in loaded)
     yield "files that the five processes load", sorted(loaded), f"  with {code:,} lines of code"
     importers = defaultdict(list)
@@ -102,7 +102,7 @@ def numbers() -> Iterator[tuple[str, list[str], str]]:
     yield f"modules that name the sampling field {SAMPLING_FIELD}", naming, ""
     everything = [str(path) for path in modules.values()]
     total = sum(_code_lines(path) for path in modules.values())
-    yield "files under services/baton", everything, f"  with {total:,} lines of code"
+    yield "files under services/batonlm", everything, f"  with {total:,} lines of code"
     measuring = list((ROOT / "loadtest").rglob("*.py"))
     total = sum(_code_lines(path) for path in measuring)
     yield "files under loadtest", list(map(str, measuring)), f"  with {total:,} lines of code"
@@ -137,7 +137,7 @@ def watch():
     with open(f"{folder}/{os.getpid()}.part", "w") as file:
         json.dump(found, file)
     os.rename(f"{folder}/{os.getpid()}.part", f"{folder}/{os.getpid()}.json")
-if "HOUSE_FOLDER" in os.environ and any("baton." in word for word in sys.orig_argv):
+if "HOUSE_FOLDER" in os.environ and any("batonlm." in word for word in sys.orig_argv):
     threading.Thread(target=watch, daemon=True).start()
     threading.setprofile(note)
     sys.setprofile(note)
@@ -155,7 +155,7 @@ def entered() -> Iterator[tuple[str, list[str], str]]:
         environment = os.environ | {
             "HOUSE_FOLDER": name, "PYTHONPATH": path, "XDG_STATE_HOME": str(folder / "state")
         }  # fmt: skip
-        baton = [sys.executable, "-m", "baton.cli.main"]
+        baton = [sys.executable, "-m", "batonlm.cli.main"]
         words = [*baton, "up", "--detach", "--http-port", "0", "--grpc-port", "0"]
         ready = folder / "ready"
         with ready.open("w") as file:  # A pipe would stay open for as long as the processes run.

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.core.admission.tenant_budgets import Limit
-from baton.core.errors import Reason
-from baton.core.observe.stages import StageTimes
-from baton.core.request.request import FinishReason
-from baton.router.workers.fleet import STATES
+from batonlm.core.admission.tenant_budgets import Limit
+from batonlm.core.errors import Reason
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.request import FinishReason
+from batonlm.router.workers.fleet import STATES
 
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 _OUTCOMES = {

@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.rpc.otel import tracer_to
+from batonlm.rpc.otel import tracer_to
 
 
 class _Watched(SimpleSpanProcessor):

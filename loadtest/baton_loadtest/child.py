@@ -50,7 +50,7 @@ def main() -> None:
     os.dup2(2, 1)
     function = getattr(import_module(sys.argv[1]), sys.argv[2])
     if iscoroutinefunction(function):
-        from baton.rpc.loop import Loop
+        from batonlm.rpc.loop import Loop
 
         with asyncio.Runner(loop_factory=Loop) as runner:
             runner.run(function())

@@ -31,13 +31,13 @@ import grpc
 import httptools
 import msgspec
 
-from baton.cli.access import Access
-from baton.cli.http_client import ConnectionLost, Unreachable, connecting, trust
-from baton.core.errors import BatonError, InvalidArgument
-from baton.rpc.address import split
-from baton.rpc.channels import open_client_channel
-from baton.rpc.server import PUBLIC_STREAMS
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from batonlm.cli.access import Access
+from batonlm.cli.http_client import ConnectionLost, Unreachable, connecting, trust
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.rpc.address import split
+from batonlm.rpc.channels import open_client_channel
+from batonlm.rpc.server import PUBLIC_STREAMS
+from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ANSWERED = "answered"
 REFUSED = "refused"

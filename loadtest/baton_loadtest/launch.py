@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import baton_loadtest
-from baton.cli.http_client import scrape
-from baton.cli.layout import Layout, UpOptions, plan
-from baton.cli.ports import free_row
-from baton.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
-from baton.core.errors import BatonError
-from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton_loadtest.child import LONGEST_LINE
+from batonlm.cli.http_client import scrape
+from batonlm.cli.layout import Layout, UpOptions, plan
+from batonlm.cli.ports import free_row
+from batonlm.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
+from batonlm.core.errors import BatonError
+from batonlm.rpc.lifecycle import PARENT_VARIABLE
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
 """Cores of the engines and of everything else, for benchmarks that pin them."""
@@ -205,11 +205,11 @@ class BatonProcess:
 async def process(
     role: str, *flags: str, core: int | None = None, constants: str = ""
 ) -> AsyncIterator[BatonProcess]:
-    """Starts `python -m baton.ROLE`. Raises ContenderFailed if it does not serve.
+    """Starts `python -m batonlm.ROLE`. Raises ContenderFailed if it does not serve.
 
-    constants: to replace, as `baton.testing.worker` takes them; only of a worker.
+    constants: to replace, as `batonlm.testing.worker` takes them; only of a worker.
     """
-    module = ["baton.testing.worker", role] if constants else [f"baton.{role}"]
+    module = ["batonlm.testing.worker", role] if constants else [f"batonlm.{role}"]
     command = [*pinned(core), sys.executable, "-m", *module, "--log-level=warning", *flags]
     own = {PARENT_VARIABLE: str(os.getpid()), "BATON_TEST_CONSTANTS": constants}
     started = await asyncio.create_subprocess_exec(

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from baton.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument
 
 BLOCK = 512
 """Tokens per hash_id of Mooncake."""

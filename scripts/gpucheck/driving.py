@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import PENDING, Chunk, ModelRunner, SampleRow, StepPlan
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import PENDING, Chunk, ModelRunner, SampleRow, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from baton.engine.fused.decoder import Operators, PlainOperators
-from baton.engine.fused.kernels import TritonOperators
-from baton.engine.fused.recipe import Recipe
 from baton_loadtest.report import Result, at_most
+from batonlm.engine.fused.decoder import Operators, PlainOperators
+from batonlm.engine.fused.kernels import TritonOperators
+from batonlm.engine.fused.recipe import Recipe
 from gpucheck.ceilings import READ
 from gpucheck.check import Check
 from gpucheck.figures import LLAMA_8B, TINY

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from baton.core.handover.leaf_hash import points_of
-from baton.core.kvcache.block_pool import Extents, blocks_for
-from baton.core.scheduler.plan import StagingMemory
-from baton.engine.config import MIB
-from baton.engine.kv.staging import DeviceStaging
-from baton.engine.runner import TorchRunner
-from baton.transfer.nixl import NixlTransport
-from baton.transfer.staging import HostMemory, ReadState, StagingPool
-from baton.transfer.ucx import KvNetwork, choose
-from baton.v1 import handover_pb2 as pb
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.core.handover.leaf_hash import points_of
+from batonlm.core.kvcache.block_pool import Extents, blocks_for
+from batonlm.core.scheduler.plan import StagingMemory
+from batonlm.engine.config import MIB
+from batonlm.engine.kv.staging import DeviceStaging
+from batonlm.engine.runner import TorchRunner
+from batonlm.transfer.nixl import NixlTransport
+from batonlm.transfer.staging import HostMemory, ReadState, StagingPool
+from batonlm.transfer.ucx import KvNetwork, choose
+from batonlm.v1 import handover_pb2 as pb
 from gpucheck.check import Check, Skip
 from gpucheck.driving import Batch, generate
 from gpucheck.driving import run as drive

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.interface import AttentionContext, LayerArguments
-from baton.engine.attention.triton.backend import TritonBackend
-from baton.engine.loader import AttentionShape
 from baton_loadtest.report import Result
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.interface import AttentionContext, LayerArguments
+from batonlm.engine.attention.triton.backend import TritonBackend
+from batonlm.engine.loader import AttentionShape
 from gpucheck.ceilings import MATMUL, READ
 from gpucheck.check import Check, Skip
 from gpucheck.definition import attention

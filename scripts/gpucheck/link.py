@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from baton.transfer.ucx import KvNetwork, choose
 from baton_loadtest.report import Result
+from batonlm.transfer.ucx import KvNetwork, choose
 from gpucheck.check import Check, Skip
 from gpucheck.figures import median
 from gpucheck.neighbour import answer, neighbour, questions

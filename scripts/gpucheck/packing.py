@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import BlockSwap, StepPlan
-from baton.engine.config import MIB
-from baton.engine.kv.cache import BlockCache
-from baton.engine.kv.swap import SwapMemory
 from baton_loadtest.report import Result
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import BlockSwap, StepPlan
+from batonlm.engine.config import MIB
+from batonlm.engine.kv.cache import BlockCache
+from batonlm.engine.kv.swap import SwapMemory
 from gpucheck.ceilings import COPY, TO_DEVICE, TO_HOST
 from gpucheck.check import Check
 from gpucheck.figures import median

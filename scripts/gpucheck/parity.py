@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
 from baton_loadtest.report import Result, compared
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
 from gpucheck.check import Check
 from gpucheck.driving import generate
 from gpucheck.figures import agreement

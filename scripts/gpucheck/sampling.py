@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine.sampler import LastTokens, SampledStep
-from baton.engine.sampler_rows import TokenCounts
 from baton_loadtest.report import Result, compared
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.sampler import LastTokens, SampledStep
+from batonlm.engine.sampler_rows import TokenCounts
 from gpucheck.check import Check
 from gpucheck.speed import kernel_table
 from gpucheck.timing import seconds

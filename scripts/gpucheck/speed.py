@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import transformers
 
-from baton.core.request.model import ModelDescription
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import ModelRunner, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.loader import LoadedModel
-from baton.engine.runner import TorchRunner
 from baton_loadtest.report import Result, compared
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import ModelRunner, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.loader import LoadedModel
+from batonlm.engine.runner import TorchRunner
 from gpucheck.ceilings import MATMUL, READ
 from gpucheck.check import Check, Skip
 from gpucheck.driving import GREEDY, Batch

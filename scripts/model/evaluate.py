@@ -1,6 +1,6 @@
 """Asks a saved model the questions of an evaluation set.
 
-    python scripts/model/evaluate.py services/baton/models/baton-tiny --json result.json
+    python scripts/model/evaluate.py services/batonlm/models/baton-tiny --json result.json
 
 An answer counts only if it is right to the last character and the model ended it by itself.
 """

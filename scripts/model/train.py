@@ -1,6 +1,6 @@
 """Trains the bundled model from nothing on made-up text.
 
-PYTHONPATH=scripts python -m model.train --out services/baton/models/baton-tiny
+PYTHONPATH=scripts python -m model.train --out services/batonlm/models/baton-tiny
 """
 
 import argparse

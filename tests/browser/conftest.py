@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.api.access import Authenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import playground_routes
-from baton.router.api.http.server import serve_http
+from batonlm.router.api.access import Authenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import playground_routes
+from batonlm.router.api.http.server import serve_http
 from tests.browser.page import Page
 from tests.services.router_http.scripted import Scripted, http_app
 

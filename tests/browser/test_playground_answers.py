@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, TenantLimits, render
-from baton.core.errors import Overloaded
-from baton.core.request.request import ChatPrompt
-from baton.router.api.access import KeyAuthenticator, OpenAuthenticator
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits, render
+from batonlm.core.errors import Overloaded
+from batonlm.core.request.request import ChatPrompt
+from batonlm.router.api.access import KeyAuthenticator, OpenAuthenticator
 from tests.browser.conftest import serving
 from tests.browser.page import Page
 from tests.cli.test_explain import disturbed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import state
-from baton.cli.access import Access, access_of, add_arguments, peer_token
-from baton.core.errors import InvalidArgument
+from batonlm.cli import state
+from batonlm.cli.access import Access, access_of, add_arguments, peer_token
+from batonlm.core.errors import InvalidArgument
 
 
 @pytest.fixture(autouse=True)

@@ -21,17 +21,17 @@ from typing import Any
 
 import pytest
 
-from baton.cli import chat, state
-from baton.cli.access import access_of
-from baton.core.errors import (
+from batonlm.cli import chat, state
+from batonlm.cli.access import access_of
+from batonlm.core.errors import (
     BatonError,
     ContextLengthExceeded,
     InvalidArgument,
     ModelNotFound,
     Unavailable,
 )
-from baton.core.request.request import ChatPrompt
-from baton.rpc.server import ProcessServer
+from batonlm.core.request.request import ChatPrompt
+from batonlm.rpc.server import ProcessServer
 from tests.services.router_http.scripted import Scripted, grpc_server, whole_answer
 
 PATIENCE_S = 60.0
@@ -162,7 +162,7 @@ class Terminal:
             "import fcntl, json, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
             # A test run in the background hands an ignored SIGINT down.
             "signal.signal(signal.SIGINT, signal.default_int_handler);"
-            "from tests.cli.test_chat import parsed; from baton.cli import chat;"
+            "from tests.cli.test_chat import parsed; from batonlm.cli import chat;"
             "sys.exit(chat.run(parsed(*json.loads(sys.argv[1]))))"
         )
         self.process = subprocess.Popen(

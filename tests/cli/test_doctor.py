@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import checks, doctor, state
-from baton.cli.access import Access, access_of, add_arguments
-from baton.cli.checks import Finding, Status, ok, warn
+from batonlm.cli import checks, doctor, state
+from batonlm.cli.access import Access, access_of, add_arguments
+from batonlm.cli.checks import Finding, Status, ok, warn
 from tests.cli.test_chat import serving
 from tests.services.router_http.scripted import Scripted
 
-BUNDLED = Path(str(files("baton"))) / "models" / "baton-tiny"
+BUNDLED = Path(str(files("batonlm"))) / "models" / "baton-tiny"
 
 
 def parsed(*argv: str) -> argparse.Namespace:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from baton.cli import checks, doctor
-from baton.cli import doctor_cluster as cluster
-from baton.cli.checks import Finding, Status
-from baton.cli.doctor_cluster import PRESETS, ApiAnswer, Json
-from baton.core.errors import InvalidArgument
+from batonlm.cli import checks, doctor
+from batonlm.cli import doctor_cluster as cluster
+from batonlm.cli.checks import Finding, Status
+from batonlm.cli.doctor_cluster import PRESETS, ApiAnswer, Json
+from batonlm.core.errors import InvalidArgument
 
 CPU, TCP, RDMA = PRESETS["cpu"], PRESETS["gpu-tcp"], PRESETS["gpu-rdma"]
 REFUSED = ApiAnswer(403, {})

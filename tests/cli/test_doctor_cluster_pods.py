@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from baton.cli.checks import Status
-from baton.cli.doctor_cluster import Json, Where, ask, pods, workers
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerDescription
-from baton.testing import language
-from baton.testing.scripted import ScriptedTokenizer
+from batonlm.cli.checks import Status
+from batonlm.cli.doctor_cluster import Json, Where, ask, pods, workers
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerDescription
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedTokenizer
 
 MODEL = ModelDescription("m", "d1" * 16, 1000, 100, (2,), tokenizer_digest="t1" * 16)
 LAYOUT = KvLayout("d1" * 16, "float32", 2, 1, 8, 8)

@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from baton.cli import doctor
-from baton.core.errors import InvalidArgument
+from batonlm.cli import doctor
+from batonlm.core.errors import InvalidArgument
 from tests.cli.test_chat import serving
 from tests.services.router_http.scripted import Scripted
 
@@ -59,7 +59,7 @@ def started(*command: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[int, 
 @contextmanager
 def listening(*flags: str) -> Iterator[tuple[int, str]]:
     with started(
-        "baton.cli.main", "doctor", "kv", "--json", "--listen", "127.0.0.1:0", *flags
+        "batonlm.cli.main", "doctor", "kv", "--json", "--listen", "127.0.0.1:0", *flags
     ) as process:
         yield process
 
@@ -85,7 +85,7 @@ def test_a_worker_that_serves(
     """By shared memory, as on one machine, and the worker has done no hand-over by it."""
     metrics = f"127.0.0.1:{unused_tcp_port}"
     flags = ("prefill", "--model", str(tmp_path), "--transport", "nixl")
-    with started("baton.testing.worker", *flags, "--metrics-listen", metrics) as (_, address):
+    with started("batonlm.testing.worker", *flags, "--metrics-listen", metrics) as (_, address):
         code, found = asked(capsys, "--peer", address, "--transport", "nixl")
         with urlopen(f"http://{metrics}/metrics", timeout=20) as answer:
             lines = answer.read().decode().splitlines()
@@ -181,7 +181,7 @@ def two_machines() -> Iterator[tuple[str, str]]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 def test_between_two_network_namespaces() -> None:
     flags = ("--kv-network", "isolated", "--ucx-transports", "tcp,self", "--ucx-devices", "k0")
-    command = ("baton.cli.main", "doctor", "kv", "--json")
+    command = ("batonlm.cli.main", "doctor", "kv", "--json")
     with (
         two_machines() as (here, there),
         started(*command, "--listen", PEER, *flags, prefix=("ip", "netns", "exec", here)),

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.cli.checks import Status
-from baton.cli.kv import fabric, verdicts
-from baton.cli.kv.fabric import Fabric, NetDevice, RdmaPort, Way
+from batonlm.cli.checks import Status
+from batonlm.cli.kv import fabric, verdicts
+from batonlm.cli.kv.fabric import Fabric, NetDevice, RdmaPort, Way
 
 HERE, FAR = "127.0.0.1:7000", "10.0.0.7:7000"
 ETH = NetDevice("eth0", 1500, 100_000)

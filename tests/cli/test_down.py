@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import down, state
+from batonlm.cli import down, state
 
 # A supervisor that has a child and does what it is told on its command line.
 SUPERVISOR = """
 import json, os, subprocess, sys, time
-from baton.cli import state
+from batonlm.cli import state
 with state.locked():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=2)
     if sys.argv[1] != "starts":

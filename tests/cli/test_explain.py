@@ -12,20 +12,20 @@ import pytest
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from baton.cli.access import Access
-from baton.cli.explain import everyone, show
-from baton.cli.http_client import HttpClient
-from baton.cli.main import main
-from baton.core.errors import Unavailable
-from baton.core.observe.request_record import ChoiceEnd, RequestRecord
-from baton.core.observe.stages import Stage
-from baton.core.request.attempt import Phase
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import FinishReason
-from baton.core.routing.routing import Candidate, Cost, FilterReason
-from baton.router.api.http.answer_schema import Explained
-from baton.router.api.http.explain import explained
-from baton.router.api.http.server import HttpServer, serve_http
+from batonlm.cli.access import Access
+from batonlm.cli.explain import everyone, show
+from batonlm.cli.http_client import HttpClient
+from batonlm.cli.main import main
+from batonlm.core.errors import Unavailable
+from batonlm.core.observe.request_record import ChoiceEnd, RequestRecord
+from batonlm.core.observe.stages import Stage
+from batonlm.core.request.attempt import Phase
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import FinishReason
+from batonlm.core.routing.routing import Candidate, Cost, FilterReason
+from batonlm.router.api.http.answer_schema import Explained
+from batonlm.router.api.http.explain import explained
+from batonlm.router.api.http.server import HttpServer, serve_http
 from tests.core.test_request_history import attempt, over, record
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 

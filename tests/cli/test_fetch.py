@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.models import File, FolderSource, HubSource, fetched, source_of, whole
-from baton.core.errors import InvalidArgument, Overloaded, Unavailable
-from baton.engine.digest import MANIFEST, fetched_digest, model_digest
+from batonlm.cli.models import File, FolderSource, HubSource, fetched, source_of, whole
+from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
+from batonlm.engine.digest import MANIFEST, fetched_digest, model_digest
 from tests.cli.hub import MODEL, Hub
 
 FILES = {
@@ -214,7 +214,7 @@ def command(hub: Hub, cache: Path, *words: str, **environment: str) -> tuple[int
     """`baton fetch` as a process of its own: the hub's library reads its environment when it is
     imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "baton.cli.main", "fetch", MODEL, "--into", str(cache), *words],
+        [sys.executable, "-m", "batonlm.cli.main", "fetch", MODEL, "--into", str(cache), *words],
         capture_output=True,
         text=True,
         timeout=120,

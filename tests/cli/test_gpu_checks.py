@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton.cli import doctor, gpu_checks
-from baton.cli.checks import Status
-from baton.cli.kv import fabric
-from baton.engine.gpus import Driver, Gpu, find_driver
+from batonlm.cli import doctor, gpu_checks
+from batonlm.cli.checks import Status
+from batonlm.cli.kv import fabric
+from batonlm.engine.gpus import Driver, Gpu, find_driver
 from tests.cli.test_doctor import parsed
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.cli.main import main
-from baton.core.errors import Unauthenticated
-from baton.router.api.access import KeyAuthenticator
+from batonlm.cli.main import main
+from batonlm.core.errors import Unauthenticated
+from batonlm.router.api.access import KeyAuthenticator
 
 
 def test_a_key_is_made_listed_and_removed(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.layout import UpOptions, memory_flags, plan, resolve_model
-from baton.core.errors import InvalidArgument
+from batonlm.cli.layout import UpOptions, memory_flags, plan, resolve_model
+from batonlm.core.errors import InvalidArgument
 
 
 def flags(command: tuple[str, ...]) -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from baton.cli.main import commands, main
+from batonlm.cli.main import commands, main
 
 
 @pytest.mark.parametrize("command", commands())
@@ -21,7 +21,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 def test_help_loads_no_torch() -> None:
     code = (
         "import sys\n"
-        "from baton.cli.main import main\n"
+        "from batonlm.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "assert not {'torch', 'grpc', 'nixl'} & set(sys.modules), 'heavy imports'\n"
     )

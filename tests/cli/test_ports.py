@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.cli.ports import HOST, free_ports
+from batonlm.cli.ports import HOST, free_ports
 
 
 def test_they_are_different_and_free() -> None:
@@ -22,7 +22,7 @@ def test_what_one_process_was_given_no_other_gets() -> None:
     """The others' choice is made as narrow as can be: all but one of the ports are left out."""
     (port,) = free_ports(1)
     ask = (
-        "from baton.cli.ports import LOWEST, free_ports\n"
+        "from batonlm.cli.ports import LOWEST, free_ports\n"
         f"print(free_ports(1, avoid=set(range(LOWEST, 65536)) - {{{port}}}))"
     )
     assert subprocess.check_output([sys.executable, "-c", ask], text=True).strip() == "[]"

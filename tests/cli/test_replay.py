@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.cli.main import main
-from baton.core.request.request import Grammar, GrammarKind, Request
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.rpc.server import ProcessServer
+from batonlm.cli.main import main
+from batonlm.core.request.request import Grammar, GrammarKind, Request
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.rpc.server import ProcessServer
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin
 from tests.services.router.test_explain import SPLIT, http_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli import state
+from batonlm.cli import state
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cli import state
-from baton.cli.layout import Layout, ProcessSpec
-from baton.cli.supervisor import LogFile, StartFailed, Supervisor
+from batonlm.cli import state
+from batonlm.cli.layout import Layout, ProcessSpec
+from batonlm.cli.supervisor import LogFile, StartFailed, Supervisor
 
 PATIENCE_S = 20.0
 """A bound for liveness, not a measurement."""
@@ -206,7 +206,7 @@ async def test_the_log_has_a_bound_and_older_ones_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     door = tmp_path / "door"
-    monkeypatch.setattr("baton.cli.supervisor.LogFile", small_log)
+    monkeypatch.setattr("batonlm.cli.supervisor.LogFile", small_log)
     async with running(layout_of(LOGS, words=(str(door),))):
         number = await asked(door, 1 << 20)
         await eventually(lambda: f"line {number:012d}" in logged(), "all is read")

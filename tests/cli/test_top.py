@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from rich.console import Console
 
-from baton.cli import top
-from baton.cli.top import (
+from batonlm.cli import top
+from batonlm.cli.top import (
     NAMES,
     STARTED,
     MetricsSource,
@@ -30,10 +30,10 @@ from baton.cli.top import (
     quantile,
     view,
 )
-from baton.core.errors import InvalidArgument
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.server import serve_http
-from baton.rpc.metrics import PROCESS, gauge
+from batonlm.core.errors import InvalidArgument
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.server import serve_http
+from batonlm.rpc.metrics import PROCESS, gauge
 from tests.deploy.test_dashboards import exported, unknown
 from tests.services.router.test_keys import Kept
 from tests.services.router_http.scripted import Scripted, http_app

@@ -1,4 +1,4 @@
-"""`baton.client` against the router's gRPC service over a real socket, answers scripted."""
+"""`batonlm.client` against the router's gRPC service over a real socket, answers scripted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.client import (
+from batonlm.client import (
     Accepted,
     AsyncClient,
     Client,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.client import AsyncClient, Retries
+from batonlm.client import AsyncClient, Retries
 
 GREETING_S = 1.5
 

@@ -113,7 +113,7 @@ def install(*command: str | Path) -> None:
 
 
 def _new_key(file: Path, tenant: str, *limits: str) -> str:
-    command = (sys.executable, "-m", "baton.cli.main", "keys", "new", "--tenant", tenant)
+    command = (sys.executable, "-m", "batonlm.cli.main", "keys", "new", "--tenant", tenant)
     made = subprocess.run(
         [*command, *limits, str(file)], capture_output=True, text=True, check=True, timeout=60
     )

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.cli.ports import free_ports
+from batonlm.cli.ports import free_ports
 from tests.clients.conftest import INSTALL_S, install
 from tests.e2e.relay import Relay, eventually
 

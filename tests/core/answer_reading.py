@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from baton.core.request.answer_reader import AnswerParts, Reader
-from baton.core.request.request import ToolCallDelta
+from batonlm.core.request.answer_reader import AnswerParts, Reader
+from batonlm.core.request.request import ToolCallDelta
 
 NAMES = frozenset({"f", "get_weather", "get-time"})
 

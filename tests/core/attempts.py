@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.testing.fake_runner import FakeRunner
 
 VOCAB_SIZE = 512
 MAX_MODEL_LEN = 96

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from baton.core.kvcache.prefix import HASH_BYTES
+from batonlm.core.kvcache.prefix import HASH_BYTES
 
 
 class Batch(Protocol):

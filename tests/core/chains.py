@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.core.kvcache.prefix import PrefixChain, namespace
+from batonlm.core.kvcache.prefix import PrefixChain, namespace
 
 MODEL, TOKENIZER = "model", "tokenizer"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from baton.core.request.request import Grammar, GrammarKind
+from batonlm.core.request.request import Grammar, GrammarKind
 from tests.core.attempts import EOS, VOCAB_SIZE
 
 ANY = Grammar(GrammarKind.LARK, "double")

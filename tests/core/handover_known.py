@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from baton.core.handover.table import BufferEvent
+from batonlm.core.handover.table import BufferEvent
 from tests.core import handover_moves as one
 from tests.core import handover_rings as shared
 from tests.core.handover_numbers import Ids, Ints, Lists, T, Table

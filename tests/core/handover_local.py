@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from baton.core.handover.table import (
+from batonlm.core.handover.table import (
     BufferEvent,
     KvChunkRange,
     ReceiverSide,
@@ -20,7 +20,7 @@ from baton.core.handover.table import (
     SenderSide,
     SenderState,
 )
-from baton.core.handover.table import HandoverEvent as Event
+from batonlm.core.handover.table import HandoverEvent as Event
 from tests.core.handover_parts import (
     PER_KV_CHUNK,
     Broken,

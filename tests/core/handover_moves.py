@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from baton.core.errors import HandoverFailed
-from baton.core.handover.table import HandoverEvent as Event
-from baton.core.handover.table import ReceiverState, SenderSide
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.handover.table import HandoverEvent as Event
+from batonlm.core.handover.table import ReceiverState, SenderSide
 from tests.core.handover_local import Handover
 from tests.core.handover_parts import (
     Broken,

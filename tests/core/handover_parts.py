@@ -7,7 +7,7 @@ from enum import Enum, auto
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from baton.core.handover.table import (
+from batonlm.core.handover.table import (
     BufferEvent,
     KvChunkRange,
     ReceiverSide,

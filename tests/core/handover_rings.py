@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.core.handover.table import BufferEvent, BufferState, follow_buffer
+from batonlm.core.handover.table import BufferEvent, BufferState, follow_buffer
 from tests.core.handover_parts import Broken, BufferUse
 
 

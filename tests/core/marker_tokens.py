@@ -8,9 +8,9 @@ from importlib.resources import files
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from baton.core.request.tool_formats import MARKERS
+from batonlm.core.request.tool_formats import MARKERS
 
-_FILE = str(files("baton") / "models" / "baton-tiny" / "tokenizer.json")
+_FILE = str(files("batonlm") / "models" / "baton-tiny" / "tokenizer.json")
 
 
 @cache

@@ -14,10 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
+from batonlm.core.request.attempt import Attempt, AttemptKey
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
 from tests.core.attempts import attempt
 from tests.depth import examples
 

@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.admission.admission import (
+from batonlm.core.admission.admission import (
     Admission,
     AdmissionCharge,
     AdmissionLimits,
     Ask,
     FleetState,
 )
-from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
-from baton.core.admission.tenant_budgets import Limit, OthersUsage, Refusal
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import InvalidArgument
+from batonlm.core.admission.fair_queue import DrainRate, Entry, FairQueue
+from batonlm.core.admission.tenant_budgets import Limit, OthersUsage, Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import InvalidArgument
 from tests.depth import examples
 
 TENANTS = {

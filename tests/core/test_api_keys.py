@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits, parse, render
-from baton.core.admission.tenants import ANYONE, Tenant
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import Request, TextPrompt
+from batonlm.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits, parse, render
+from batonlm.core.admission.tenants import ANYONE, Tenant
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import Request, TextPrompt
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 counts = st.none() | st.integers(1, 2**40)

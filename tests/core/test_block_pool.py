@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.kvcache.block_pool import BlockPool, BlockTable, InvariantBroken, blocks_for
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, InvariantBroken, blocks_for
 from tests.core.chains import chain_of
 
 SIZE = 4

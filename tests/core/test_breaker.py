@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.routing.failures import (
+from batonlm.core.routing.failures import (
     FEWEST,
     LONGEST_OPEN_S,
     MAX_IN_A_ROW,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.kvcache import cache_events
-from baton.core.kvcache.block_pool import BlockPool, BlockTable
-from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
-from baton.core.kvcache.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes
+from batonlm.core.kvcache import cache_events
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable
+from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
+from batonlm.core.kvcache.prefix import HASH_BYTES, PrefixChain, namespace, prefix_hashes
 from tests.core.cache_replica import CacheReplica, hashes
 
 UNITS = [bytes([number]) * HASH_BYTES for number in range(6)]

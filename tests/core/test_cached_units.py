@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.kvcache.cache_events import CachedUnits, Change, units_in
-from baton.core.kvcache.prefix import UNIT_TOKENS, PrefixLink, prefix_hashes
+from batonlm.core.kvcache.cache_events import CachedUnits, Change, units_in
+from batonlm.core.kvcache.prefix import UNIT_TOKENS, PrefixLink, prefix_hashes
 from tests.core.cache_replica import hashes
 from tests.core.chains import TOKENIZER, chain_of
 

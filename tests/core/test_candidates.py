@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
-from baton.core.routing.prefix_index import Overlap
-from baton.core.routing.routing import (
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
+from batonlm.core.routing.prefix_index import Overlap
+from batonlm.core.routing.routing import (
     MAX_DRAWN,
     MAX_HOLDERS,
     Decision,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import ChatPrompt, Message, Tool, ToolCall, ToolChoice, ToolUse
-from baton.core.request.validation import MAX_SCHEMA_BYTES, MAX_TOOLS, check_chat
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import ChatPrompt, Message, Tool, ToolCall, ToolChoice, ToolUse
+from batonlm.core.request.validation import MAX_SCHEMA_BYTES, MAX_TOOLS, check_chat
 
 USER = Message("user", "hi")
 TOOL = Tool("f", "Does f", '{"type": "object", "properties": {"a": {}}, "required": ["a"]}')

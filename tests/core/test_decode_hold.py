@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import HandoverFailed, NotFound
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.events import AttemptFailed, Event, Held, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.errors import HandoverFailed, NotFound
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.events import AttemptFailed, Event, Held, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run_out
 
 KEY = SequenceKey("r", 0, 0)

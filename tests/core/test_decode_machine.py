@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.scheduler.events import AttemptFailed, Event, Held
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.scheduler.events import AttemptFailed, Event, Held
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.events import Event, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import PENDING, StepPlan, StepWork
-from baton.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.events import Event, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import PENDING, StepPlan, StepWork
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     Outputs,
     attempt,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     InvalidArgument,
     NotFound,
 )
-from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.scheduler.events import NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.request.attempt import Attempt, AttemptKey
+from batonlm.core.scheduler.events import NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     VOCAB_SIZE,
     Outputs,

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     Overloaded,
 )
-from baton.core.request.attempt import SequenceKey
-from baton.core.request.request import FinishReason
-from baton.core.scheduler.events import AttemptFailed, NewTokens
-from baton.core.scheduler.policy import QueueLimit, SchedulerPolicy
+from batonlm.core.request.attempt import SequenceKey
+from batonlm.core.request.request import FinishReason
+from batonlm.core.scheduler.events import AttemptFailed, NewTokens
+from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
 from tests.core.attempts import (
     EOS,
     Outputs,

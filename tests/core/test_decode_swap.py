@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.events import AttemptFailed
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.sequence import SequenceState
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.events import AttemptFailed
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.sequence import SequenceState
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run, run_out
 
 TIGHT = SchedulerPolicy(headroom=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.scheduler.deficits import Deficits
+from batonlm.core.scheduler.deficits import Deficits
 
 QUANTUM = 100.0
 COSTS = st.lists(st.integers(1, 400), min_size=1, max_size=8)

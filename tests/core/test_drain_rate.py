@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.admission.fair_queue import DOUBT, DrainRate
+from batonlm.core.admission.fair_queue import DOUBT, DrainRate
 
 
 def steady(drain: DrainRate, rate: float, seconds: float, start: float = 0.0) -> float:

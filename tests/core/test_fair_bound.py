@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.admission.admission import FairBound
+from batonlm.core.admission.admission import FairBound
 from tests.depth import examples
 
 MOST, LARGEST = 3200, 100

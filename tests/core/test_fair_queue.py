@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.admission.fair_queue import Entry, FairQueue
+from batonlm.core.admission.fair_queue import Entry, FairQueue
 from tests.depth import examples
 
 MAX_TOKENS, MAX_ENTRIES = 1000, 12

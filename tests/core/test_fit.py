@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.handover.fit import difference, refusal
-from baton.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.handover.fit import difference, refusal
+from batonlm.core.request.model import KvLayout, WorkerIdentity
 
 LAYOUT = KvLayout("d1", "float32", 2, 1, 8, 8)
 BOTH = ("nixl", "loopback")

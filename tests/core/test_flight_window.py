@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.concurrency_limiter import DECREASE, ConcurrencyLimiter
+from batonlm.core.admission.concurrency_limiter import DECREASE, ConcurrencyLimiter
 
 
 def test_a_used_window_doubles_until_the_first_congestion() -> None:

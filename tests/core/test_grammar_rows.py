@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt
-from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.scheduler.events import AttemptFailed, Event, FirstTokens, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import PENDING
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.request import FinishReason, SamplingParams
+from batonlm.core.scheduler.events import AttemptFailed, Event, FirstTokens, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import PENDING
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
     BLOCK_SIZE,
     EOS,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import HandoverFailed
-from baton.core.handover.table import (
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.handover.table import (
     ENDS,
     LIMITS,
     TRANSITIONS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.core.handover.table import ReceiverState, SenderState
+from batonlm.core.handover.table import ReceiverState, SenderState
 from tests.core.handover_known import Known, Size
 from tests.core.handover_parts import Broken, Mutation
 from tests.core.handover_world import Explorer

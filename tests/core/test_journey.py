@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     BatonError,
     HandoverFailed,
     Internal,
@@ -18,7 +18,7 @@ from baton.core.errors import (
     Reason,
     Unavailable,
 )
-from baton.core.request.attempt import (
+from batonlm.core.request.attempt import (
     OVER,
     TRANSITIONS,
     Attempt,
@@ -28,8 +28,8 @@ from baton.core.request.attempt import (
     Phase,
     SequenceKey,
 )
-from baton.core.request.request import FinishReason, SamplingParams, StopParams
-from baton.core.request.request_state import VERDICTS, AttemptRun, RequestState
+from batonlm.core.request.request import FinishReason, SamplingParams, StopParams
+from batonlm.core.request.request_state import VERDICTS, AttemptRun, RequestState
 from tests.depth import examples
 
 PROMPT = (1, 2, 3)

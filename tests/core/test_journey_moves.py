@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.request.request_state import AttemptRun, RequestState
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.request.request_state import AttemptRun, RequestState
 
 PROMPT = (1, 2, 3)
 BOTH = (Phase.PREFILL, Phase.DECODE)

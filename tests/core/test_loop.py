@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.core.errors import Internal
-from baton.core.kvcache.block_pool import BlockPool, InvariantBroken
-from baton.core.scheduler.events import Computed, FirstTokens, Planned
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.errors import Internal
+from batonlm.core.kvcache.block_pool import BlockPool, InvariantBroken
+from batonlm.core.scheduler.events import Computed, FirstTokens, Planned
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.testing.fake_runner import FakeRunner
 from tests.core.attempts import (
     BLOCK_SIZE,
     EOS,

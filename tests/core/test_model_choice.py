@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
-from baton.core.routing.routing import model_for, models_of, replacement_model
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
+from batonlm.core.routing.routing import model_for, models_of, replacement_model
 
 OLD = ModelDescription("m", "d1", 1000, 100, (2,), tokenizer_digest="t1")
 NEW = replace(OLD, digest="d2", tokenizer_digest="t2")

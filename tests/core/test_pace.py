@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.request.pacing import FIRST_S, LONGEST_S, LoadMonitor
+from batonlm.router.request.pacing import FIRST_S, LONGEST_S, LoadMonitor
 
 
 def test_with_time_to_spare_events_come_as_they_come() -> None:

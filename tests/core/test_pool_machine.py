@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton.core.kvcache.block_pool import BlockPool, BlockTable, blocks_for
-from baton.core.kvcache.prefix import PrefixChain
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, blocks_for
+from batonlm.core.kvcache.prefix import PrefixChain
 from tests.core.chains import chain_of
 from tests.depth import examples
 

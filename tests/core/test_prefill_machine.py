@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from baton.core.kvcache.block_pool import BlockPool, Extents
-from baton.core.request.attempt import Attempt, AttemptKey
-from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import PREFILL, first_come, shortest_remaining
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.kvcache.block_pool import BlockPool, Extents
+from batonlm.core.request.attempt import Attempt, AttemptKey
+from batonlm.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import PREFILL, first_come, shortest_remaining
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
 from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
 

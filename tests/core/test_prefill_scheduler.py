@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
     Overloaded,
 )
-from baton.core.request.attempt import AttemptKey
-from baton.core.request.request import FinishReason, SamplingParams, StopParams
-from baton.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import PREFILL, QueueLimit, first_come
+from batonlm.core.request.attempt import AttemptKey
+from batonlm.core.request.request import FinishReason, SamplingParams, StopParams
+from batonlm.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import PREFILL, QueueLimit, first_come
 from tests.core.attempts import EOS, VOCAB_SIZE, attempt, expected, prefill_loop, run, run_out
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.kvcache.prefix import (
+from batonlm.core.kvcache.prefix import (
     HASH_BYTES,
     UNIT_TOKENS,
     PrefixChain,

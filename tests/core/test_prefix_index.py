@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.core.kvcache import cache_events
-from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
-from baton.core.kvcache.prefix import HASH_BYTES
-from baton.core.routing.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
+from batonlm.core.kvcache import cache_events
+from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
+from batonlm.core.kvcache.prefix import HASH_BYTES
+from batonlm.core.routing.prefix_index import NO_OVERLAP, Overlap, PrefixIndex
 from tests.depth import examples
 
 DEPTH = 6

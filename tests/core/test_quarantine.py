@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLost
-from baton.core.request.attempt import Attempt, ChoiceTokens, Phase, SequenceKey
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.request.request_state import AttemptRun, RequestState
-from baton.core.routing.failures import Quarantine
+from batonlm.core.errors import HandoverFailed, Quarantined, Unavailable, WorkerLost
+from batonlm.core.request.attempt import Attempt, ChoiceTokens, Phase, SequenceKey
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.request.request_state import AttemptRun, RequestState
+from batonlm.core.routing.failures import Quarantine
 
 BOTH = (Phase.PREFILL, Phase.DECODE)
 GONE = WorkerLost("gone")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.request.answer_reader import AnswerParts
-from baton.core.request.answers import AnswerDeltas, CallIds
-from baton.core.request.request import ChatPrompt, Delta, FinishReason, Message
-from baton.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS, left_open
+from batonlm.core.request.answer_reader import AnswerParts
+from batonlm.core.request.answers import AnswerDeltas, CallIds
+from batonlm.core.request.request import ChatPrompt, Delta, FinishReason, Message
+from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS, left_open
 from tests.core.answer_reading import NAMES, read
 
 THINK = REASONING_FORMATS["think"]

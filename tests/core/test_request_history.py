@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import Internal, NotFound, Reason
-from baton.core.observe.request_record import (
+from batonlm.core.errors import Internal, NotFound, Reason
+from batonlm.core.observe.request_record import (
     ATTEMPT_BYTES,
     BASE_BYTES,
     BEST_OF_A_ROLE,
@@ -18,12 +18,12 @@ from baton.core.observe.request_record import (
     digest,
     packed,
 )
-from baton.core.observe.stages import Stage, StageClock
-from baton.core.request.attempt import Phase
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.routing.routing import Candidate, FilterReason, RoutingPolicy
-from baton.router.observe.records import RequestHistory
+from batonlm.core.observe.stages import Stage, StageClock
+from batonlm.core.request.attempt import Phase
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.routing.routing import Candidate, FilterReason, RoutingPolicy
+from batonlm.router.observe.records import RequestHistory
 
 PLENTY = 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.routing.failures import RetryBudget
+from batonlm.core.routing.failures import RetryBudget
 
 
 def test_a_burst_then_a_share() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
-from baton.core.routing.routing import (
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
+from batonlm.core.routing.routing import (
     Decision,
     Demand,
     FilterReason,

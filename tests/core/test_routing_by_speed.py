@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from baton.core.routing.load import UNMEASURED, WorkerSnapshot, WorkerSpeed, WorkerState
-from baton.core.routing.prefix_index import Overlap
-from baton.core.routing.routing import Decision, Demand, PoolSnapshot, RoutingPolicy, decide
+from batonlm.core.routing.load import UNMEASURED, WorkerSnapshot, WorkerSpeed, WorkerState
+from batonlm.core.routing.prefix_index import Overlap
+from batonlm.core.routing.routing import Decision, Demand, PoolSnapshot, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, route, worker
 
 SPEED = WorkerSpeed(

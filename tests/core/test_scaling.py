@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import WorkerSpeed
-from baton.core.routing.scaling import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.routing.scaling import (
     Bounds,
     DecodeSignals,
     PrefillSignals,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.attempt import Attempt
-from baton.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
-from baton.core.scheduler.events import Event, FirstTokens, KvComplete
-from baton.core.scheduler.plan import Chunk
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
+from batonlm.core.scheduler.events import Event, FirstTokens, KvComplete
+from batonlm.core.scheduler.plan import Chunk
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
 from tests.core.attempts import VOCAB_SIZE, attempt, decode_loop, prefill_loop, run, run_out
 
 

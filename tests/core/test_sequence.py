@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import Internal
-from baton.core.request.attempt import Logprobs
-from baton.core.request.request import FinishReason, SamplingParams
-from baton.core.scheduler.sequence import (
+from batonlm.core.errors import Internal
+from batonlm.core.request.attempt import Logprobs
+from batonlm.core.request.request import FinishReason, SamplingParams
+from batonlm.core.scheduler.sequence import (
     TERMINAL,
     TRANSITIONS,
     Sequence,

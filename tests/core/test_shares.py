@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.tenant_budgets import (
+from batonlm.core.admission.tenant_budgets import (
     MAX_TOLD,
     NO_USE,
     OthersUsage,
@@ -16,10 +16,10 @@ from baton.core.admission.tenant_budgets import (
     UseMeter,
     share,
 )
-from baton.core.admission.tenants import Tenant
-from baton.core.request.attempt import Attempt
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.routing.load import TenantUse
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.routing.load import TenantUse
 
 
 def test_an_equal_part_and_what_others_leave() -> None:

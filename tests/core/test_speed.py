@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.model import ModelDescription
-from baton.core.routing.load import NEAR, NOMINAL, UNMEASURED, WorkerSpeed, reads
-from baton.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.core.scheduler.step_cost import PrefillCost, Regression
-from baton.transfer.stats import LinkSpeed
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.routing.load import NEAR, NOMINAL, UNMEASURED, WorkerSpeed, reads
+from batonlm.core.scheduler.plan import BlockSwap, Chunk, StepPlan, StepWork
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.core.scheduler.step_cost import PrefillCost, Regression
+from batonlm.transfer.stats import LinkSpeed
 
 SPEED = WorkerSpeed(0.010, 0.0003, 2e-7, 0.003, 0.0002, 5e-8, 512, 1e9, 0.004)
 

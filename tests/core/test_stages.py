@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from baton.core.observe.stages import Stage, StageClock
-from baton.core.request.model import WorkerIdentity
+from batonlm.core.observe.stages import Stage, StageClock
+from batonlm.core.request.model import WorkerIdentity
 
 PREFILL = WorkerIdentity("prefill", "a" * 32, "p:1")
 DECODE = WorkerIdentity("decode", "b" * 32, "d:1")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
-from baton.core.routing.routing import (
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerState
+from batonlm.core.routing.routing import (
     MAX_DRAWN,
     MAX_HOLDERS,
     Decision,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.scheduler.plan import StepWork
-from baton.core.scheduler.step_cost import StepCost
+from batonlm.core.scheduler.plan import StepWork
+from batonlm.core.scheduler.step_cost import StepCost
 
 
 def truth(work: StepWork) -> float:

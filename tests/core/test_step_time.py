@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.scheduler.step_cost import StepTimes
+from batonlm.core.scheduler.step_cost import StepTimes
 
 
 def test_before_anything_is_known_it_is_patient() -> None:

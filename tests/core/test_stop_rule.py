@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from baton.core.request.request import FinishReason, Grammar, StopParams
-from baton.core.scheduler.sequence import StopRule
+from batonlm.core.request.request import FinishReason, Grammar, StopParams
+from batonlm.core.scheduler.sequence import StopRule
 from tests.core.attempts import attempt
 from tests.core.grammars import ANY
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     BLOCK_SIZE,
     Outputs,

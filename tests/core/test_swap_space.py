@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.kvcache.block_pool import SwapGrant, SwapPlace, SwapSpace
+from batonlm.core.kvcache.block_pool import SwapGrant, SwapPlace, SwapSpace
 
 HOST, DISK = SwapPlace.HOST, SwapPlace.DISK
 CALLS = ["take", "release", "launch", "complete"]

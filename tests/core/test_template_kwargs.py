@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import ChatPrompt, Message, Request
-from baton.core.request.validation import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import ChatPrompt, Message, Request
+from batonlm.core.request.validation import (
     FIELD,
     MAX_BYTES,
     RESERVED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.observe.timings import BOUNDS_S, Durations
+from batonlm.core.observe.timings import BOUNDS_S, Durations
 
 
 @given(st.lists(st.floats(0, 1000), max_size=30))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.admission.tenant_budgets import TokenBucket
+from batonlm.core.admission.tenant_budgets import TokenBucket
 
 AMOUNTS = st.floats(0.1, 30.0)
 PAUSES = st.floats(0.0, 5.0)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.attempt import ChoiceTokens, Logprobs, PositionGap, SequenceKey, TokenLog
-from baton.core.request.request import FinishReason
+from batonlm.core.request.attempt import ChoiceTokens, Logprobs, PositionGap, SequenceKey, TokenLog
+from batonlm.core.request.request import FinishReason
 
 
 def message(

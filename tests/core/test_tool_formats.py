@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request.answer_reader import MAX_KEPT, AnswerParts
-from baton.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from batonlm.core.request.answer_reader import MAX_KEPT, AnswerParts
+from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.core.answer_reading import NAMES, cut, read
 
 SF = '{"city": "S\\"F", "n": [1, {"a": null}]}'

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.answers import grammar_for
-from baton.core.request.request import Tool, ToolChoice, ToolUse
-from baton.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.answers import grammar_for
+from batonlm.core.request.request import Tool, ToolChoice, ToolUse
+from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.core.answer_reading import read
 from tests.core.marker_tokens import follows, marker_ids
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.events import Planned
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy, first_come
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.scheduler.events import Planned
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy, first_come
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import BLOCK_SIZE, attempt, runner
 
 SIZE = 16

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import (
     ChatPrompt,
     Message,
     Prompt,
@@ -20,7 +20,7 @@ from baton.core.request.request import (
     TextPrompt,
     TokenPrompt,
 )
-from baton.core.request.validation import (
+from batonlm.core.request.validation import (
     MAX_PROMPT_BYTES,
     MAX_PROMPT_TOKENS,
     REQUEST_RANGES,

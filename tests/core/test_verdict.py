@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.routing.failures import SteadyVerdict
+from batonlm.core.routing.failures import SteadyVerdict
 
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=40))

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.observe.request_record import AttemptRecord, outline, why
-from baton.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
-from baton.core.routing.routing import Decision, PoolSnapshot, RoutingPolicy, decide
+from batonlm.core.observe.request_record import AttemptRecord, outline, why
+from batonlm.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
+from batonlm.core.routing.routing import Decision, PoolSnapshot, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()

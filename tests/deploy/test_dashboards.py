@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-import baton
-from baton.rpc.metrics import Spec
+import batonlm
+from batonlm.rpc.metrics import Spec
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy/helm/baton"
@@ -23,10 +23,10 @@ DOCS = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
 PROMTOOL = shutil.which("promtool")
 DASHBOARDS = sorted(CHART.glob("dashboards/*.json"))
 MODULES = (
-    "baton.rpc.metrics",
-    "baton.router.observe.metrics",
-    "baton.router.observe.gauges",
-    "baton.router.observe.records",
+    "batonlm.rpc.metrics",
+    "batonlm.router.observe.metrics",
+    "batonlm.router.observe.gauges",
+    "batonlm.router.observe.records",
 )
 
 SAID_NOT_TO_BE = {"vllm:lora_requests_info"}
@@ -39,7 +39,7 @@ _OF_EVERY_PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes
 @functools.cache
 def exported() -> dict[str, Spec]:
     """Metrics by name that are defined and that some other line fills."""
-    sources = "\n".join(path.read_text() for path in Path(baton.__path__[0]).rglob("*.py"))
+    sources = "\n".join(path.read_text() for path in Path(batonlm.__path__[0]).rglob("*.py"))
     found = {}
     for module in map(importlib.import_module, MODULES):
         for constant, value in vars(module).items():

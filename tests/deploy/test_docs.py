@@ -57,7 +57,7 @@ def test_a_block_of_values_fits(block: str) -> None:
 
 
 def test_a_metric_is_one_of_a_process() -> None:
-    sources = (ROOT / "services/baton").rglob("*.py")
+    sources = (ROOT / "services/batonlm").rglob("*.py")
     code = "\n".join(path.read_text() for path in sources)
     said = set(re.findall(r"\b(?:baton_\w+|vllm:\w+)", TEXT))
     assert said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import build_parser, commands
+from batonlm.cli.main import build_parser, commands
 from figures import FIGURES, Figure, chosen, run
 from tables import PLACE
 

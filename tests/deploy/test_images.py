@@ -236,7 +236,7 @@ def test_all_commands_are_there() -> None:
     expected = {"baton", *(f"baton-{process}" for process in processes)}
     assert set(PROJECT["project"]["scripts"]) == expected
     assert "--prefix /code" in " ".join(FILE.stages["code"].of("RUN"))
-    assert (ROOT / "services" / "baton" / "models" / "baton-tiny" / "model.safetensors").is_file()
+    assert (ROOT / "services" / "batonlm" / "models" / "baton-tiny" / "model.safetensors").is_file()
 
 
 def test_the_context_is_what_is_copied_and_nothing_more() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from baton.rpc.address import split
 from baton_loadtest.load import command
+from batonlm.rpc.address import split
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "loadtest"

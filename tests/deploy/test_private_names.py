@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
     path
-    for folder in ("services/baton", "loadtest/baton_loadtest")
+    for folder in ("services/batonlm", "loadtest/baton_loadtest")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "v1" not in path.parts
 ]
-OURS = ("baton", "baton_loadtest", "__future__")
+OURS = ("batonlm", "baton_loadtest", "__future__")
 _PRIVATE = re.compile(r"_[a-zA-Z][a-zA-Z_0-9]*")
 
 
@@ -85,5 +85,5 @@ def test_what_is_named_exists() -> None:
     rows = [line for line in listed().splitlines() if line.startswith("| `")]
     for row in rows:
         for name in re.findall(r"`(tests/[\w/.]+|[a-z]+/[\w/]+\.py)`", row):
-            place = ROOT / name if name.startswith("tests/") else ROOT / "services/baton" / name
+            place = ROOT / name if name.startswith("tests/") else ROOT / "services/batonlm" / name
             assert place.exists(), name

@@ -12,7 +12,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 import gen_values_schema as generator
-from baton.rpc.config import options_of, parse
+from batonlm.rpc.config import options_of, parse
 
 CHART = generator.CHART
 SCHEMA: dict[str, Any] = json.loads(generator.SCHEMA.read_text())

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import tokenizer_pb2, types_pb2
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import tokenizer_pb2, types_pb2
 from tests.e2e.relay import Relay, options
 
 NOTE = {

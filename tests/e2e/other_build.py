@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from functools import partialmethod
 
-from baton.core.request import model
-from baton.testing import worker
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.request import model
+from batonlm.testing import worker
+from batonlm.testing.fake_runner import FakeRunner
 
 
 def become(what: str, value: str) -> None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import grpc
 
-from baton.cli.layout import APART
-from baton.cli.ports import free_ports
-from baton.rpc import peers
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from batonlm.cli.layout import APART
+from batonlm.cli.ports import free_ports
+from batonlm.rpc import peers
+from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tests import leaks
 
 START_TIMEOUT_S = 120
@@ -115,7 +115,7 @@ class Relay:
 
     def baton(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "baton.cli.main", *words],
+            [sys.executable, "-m", "batonlm.cli.main", *words],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -176,7 +176,7 @@ class Relay:
         return answer
 
     def chat(self, text: str, wanted: inference_pb2.GenerationOptions) -> Answer:
-        from baton.v1 import tokenizer_pb2
+        from batonlm.v1 import tokenizer_pb2
 
         request = inference_pb2.ChatRequest(
             messages=[tokenizer_pb2.ChatMessage(role="user", content=text)], options=wanted

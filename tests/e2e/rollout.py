@@ -17,10 +17,10 @@ from pathlib import Path
 
 import grpc
 
-from baton.cli.http_client import met, scrape, total
-from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
-from baton.cli.ports import free_ports
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from batonlm.cli.http_client import met, scrape, total
+from batonlm.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from batonlm.cli.ports import free_ports
+from batonlm.v1 import inference_pb2, inference_pb2_grpc
 from tests import leaks
 from tests.e2e.relay import Answer, eventually
 
@@ -140,7 +140,7 @@ class Rollout:
         build = self._builds[str(spec.index)] if spec.role in ("prefill", "decode") else []
         command = [*spec.command, *self._flags.get(spec.name, [])]
         if build:
-            assert command[1:4] == ["-m", "baton.testing.worker", spec.role]
+            assert command[1:4] == ["-m", "batonlm.testing.worker", spec.role]
             command[2:3] = ["tests.e2e.other_build", *build]
         return command
 

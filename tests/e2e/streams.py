@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from baton.v1 import inference_pb2
+from batonlm.v1 import inference_pb2
 from tests.e2e.relay import Answer, Relay, options
 
 TOKENS = 320

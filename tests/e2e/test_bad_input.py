@@ -13,8 +13,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from baton.cli.ports import free_ports
-from baton.v1 import inference_pb2, tokenizer_pb2, types_pb2
+from batonlm.cli.ports import free_ports
+from batonlm.v1 import inference_pb2, tokenizer_pb2, types_pb2
 from tests.e2e.relay import Relay, options
 from tests.engine.tiny_models import save_tiny_model
 
@@ -110,8 +110,8 @@ def test_grpc_empty_messages_and_unknown_model(relay: Relay) -> None:
 
 def test_an_unknown_enum_value_is_refused_inside(relay: Relay) -> None:
     """No public request has an enum; between processes an unknown value is refused by name."""
-    from baton.core.errors import InvalidArgument
-    from baton.rpc.convert import choice_tokens_from_proto
+    from batonlm.core.errors import InvalidArgument
+    from batonlm.rpc.convert import choice_tokens_from_proto
 
     unknown = types_pb2.ChoiceTokens(request_id="r", token_ids=b"\0\0\0\0")
     unknown.finish_reason = 99  # type: ignore[assignment]

@@ -46,7 +46,7 @@ def token_ids(result: dict[str, Any]) -> list[int]:
 
 def command(relay: Relay, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.main", "batch", *words],
+        [sys.executable, "-m", "batonlm.cli.main", "batch", *words],
         env=relay.environment,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.v1 import inference_pb2
+from batonlm.v1 import inference_pb2
 from tests.e2e.calls import COUNT, call, tool
 from tests.e2e.relay import Answer, Relay, eventually, options
 from tests.e2e.streams import Following, requests, undisturbed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from baton.v1 import inference_pb2, tokenizer_pb2
+from batonlm.v1 import inference_pb2, tokenizer_pb2
 from tests.e2e.relay import Answer, Relay, options
 
 TURNS = 5

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.cli import state
+from batonlm.cli import state
 from tests.e2e.relay import Relay, eventually, options
 from tests.shared_memory import abandoned
 

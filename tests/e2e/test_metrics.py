@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.cli.http_client import scrape, total
+from batonlm.cli.http_client import scrape, total
 from tests.deploy.test_dashboards import exported
 from tests.e2e.relay import Relay, eventually
 from tests.exposition import LABELS, ROLES, faults, metrics

@@ -17,7 +17,7 @@ import grpc
 import httpx
 import pytest
 
-from baton.v1 import inference_pb2, tokenizer_pb2, types_pb2
+from batonlm.v1 import inference_pb2, tokenizer_pb2, types_pb2
 from tests.e2e.relay import Relay
 from tests.e2e.test_bad_input import violation
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from baton.core.kvcache.prefix import UNIT_TOKENS
+from batonlm.core.kvcache.prefix import UNIT_TOKENS
 from tests.e2e.relay import Relay, eventually, options
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
@@ -22,7 +22,7 @@ torch.set_num_threads(1)
 
 NEW_TOKENS = 24
 LENGTHS = (1, 2, 7, 15, 16, 17, 31, 33, 64, 65, 100, 129, 255, 257, 400, 600)
-BUNDLED = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
+BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 
 MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "nixl": (("--transport", "nixl"), {}),

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.cli.http_client import scrape
-from baton.cli.layout import resolve_model
+from batonlm.cli.http_client import scrape
+from batonlm.cli.layout import resolve_model
 from tests.deploy.test_alerts import FILE
 from tests.e2e.relay import Relay
 
@@ -73,7 +73,7 @@ def case(
 def prefill_of_another_kind() -> Iterator[dict[str, Any]]:
     """A prefill worker whose KV no decode worker of `FLAGS` can take; says where it is."""
     model, name = resolve_model("")
-    command = [sys.executable, "-m", "baton.prefill", "--model", str(model), "--model-name", name]
+    command = [sys.executable, "-m", "batonlm.prefill", "--model", str(model), "--model-name", name]
     listen = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
     odd = ("--kv-wire-dtype", "float16")
     with subprocess.Popen([*command, *FLAGS, *listen, *odd], stdout=subprocess.PIPE) as process:

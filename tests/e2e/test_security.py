@@ -15,10 +15,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.ports import free_ports
-from baton.rpc.peers import DOCTOR, ROLES
-from baton.v1 import worker_pb2
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.cli.ports import free_ports
+from batonlm.rpc.peers import DOCTOR, ROLES
+from batonlm.v1 import worker_pb2
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.relay import Relay, eventually
 
 PROMPT = "hello " * 60
@@ -32,7 +32,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
 
     def baton(*words: str, key: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "baton.cli.main", *words],
+            [sys.executable, "-m", "batonlm.cli.main", *words],
             env=environment | ({"BATON_API_KEY": key} if key else {}),
             capture_output=True,
             text=True,

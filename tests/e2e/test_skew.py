@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.transfer import nixl
+from batonlm.transfer import nixl
 from tests.e2e.relay import Answer, options
 from tests.e2e.rollout import Asked, Load, Rollout
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from jsonschema import validate
 
-from baton.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2 as pb
 from tests.e2e.relay import Relay, options
 from tests.e2e.streams import Following
 

@@ -9,8 +9,8 @@ import openai
 import pytest
 from jsonschema import validate
 
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import types_pb2
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import types_pb2
 from tests.e2e.calls import NOTE, call, tool
 from tests.e2e.relay import Relay
 

@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
 
 def top(running: Relay, *words: str, **more: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "baton.cli.main", "top", *words],
+        [sys.executable, "-m", "batonlm.cli.main", "top", *words],
         env=running.environment,
         text=True,
         **more,

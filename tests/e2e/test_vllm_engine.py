@@ -18,7 +18,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from tokenizers import Tokenizer
 
-from baton.v1 import inference_pb2, types_pb2
+from batonlm.v1 import inference_pb2, types_pb2
 from tests.e2e.relay import Answer, Relay, eventually, options
 from tests.e2e.test_bad_input import violation
 

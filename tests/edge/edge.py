@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import psutil
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.admission import Holding
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import Unauthenticated
-from baton.core.request.request import Accepted, Delta, Event, Request
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.connections import HttpLimits
-from baton.router.api.http.server import HttpServer, serve_http
-from baton.rpc.tls import Certificates
+from batonlm.core.admission.admission import Holding
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import Unauthenticated
+from batonlm.core.request.request import Accepted, Delta, Event, Request
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.connections import HttpLimits
+from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.rpc.tls import Certificates
 from tests.services.router_http.scripted import MODEL, Scripted, http_app, prompt_text
 
 ROOT = Path(__file__).parents[2]

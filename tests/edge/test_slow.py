@@ -25,7 +25,7 @@ from hyperframe.frame import (
     SettingsFrame,
 )
 
-from baton.router.api.http.server import HttpServer
+from batonlm.router.api.http.server import HttpServer
 from tests.edge.conftest import QUICK, SecureEdge
 from tests.edge.edge import LIVENESS_S, EdgeProcess, Lasting, serving
 from tests.edge.frames import Frames, fields, prior_knowledge

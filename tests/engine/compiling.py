@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
-from baton.engine.fused import kernels as fused
+from batonlm.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
+from batonlm.engine.fused import kernels as fused
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLOAT32 = {"tops", "totals", "outputs"}

@@ -14,8 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.engine import sampler_triton
-from baton.engine.sampler_cpu import scale_bits
+from batonlm.engine import sampler_triton
+from batonlm.engine.sampler_cpu import scale_bits
 from tests.engine.compiling import stack
 
 TYPES = {

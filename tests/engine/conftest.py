@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.scheduler.plan import ModelRunner
+from batonlm.core.scheduler.plan import ModelRunner
 from tests.engine.contract import MakeRunner, open_runner
 from tests.engine.tiny_models import save_tiny_model
 

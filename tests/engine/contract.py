@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from baton.core.scheduler.plan import (
+from batonlm.core.scheduler.plan import (
     Chunk,
     ModelRunner,
     SampledToken,
@@ -16,9 +16,9 @@ from baton.core.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
-from baton.testing.fake_runner import FakeRunner
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
+from batonlm.testing.fake_runner import FakeRunner
 from tests.engine.driving import random_prompts
 
 BLOCKS = 64

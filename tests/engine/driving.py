@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -8,16 +8,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import Event, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.thread import EngineThread
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import Event, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.thread import EngineThread
+from batonlm.testing.fake_runner import FakeRunner
 
 Engine = EngineThread
 

@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory
 
 from torch import distributed
 
-from baton.engine.ranks.link import Link
-from baton.engine.ranks.rank import Rank
-from baton.engine.ranks.runner import Place
+from batonlm.engine.ranks.link import Link
+from batonlm.engine.ranks.rank import Rank
+from batonlm.engine.ranks.runner import Place
 
 
 class LocalRanks:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.core.errors import InvalidArgument
-from baton.engine.linear import check_int8
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.linear import check_int8
 
 
 def _multiplies_bytes() -> bool:

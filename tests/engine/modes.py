@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, Logprobs, SequenceKey
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import PENDING, CompiledGrammar, ModelRunner, StepPlan, StepResult
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, Logprobs, SequenceKey
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import PENDING, CompiledGrammar, ModelRunner, StepPlan, StepResult
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import Outputs
 
 GREEDY = SamplingParams(temperature=0.0, top_logprobs=2)

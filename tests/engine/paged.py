@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.interface import LayerArguments
-from baton.engine.attention.triton.backend import TritonBackend
-from baton.engine.kv.cache import block_ids, places_of
-from baton.engine.loader import AttentionShape
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.triton.backend import TritonBackend
+from batonlm.engine.kv.cache import block_ids, places_of
+from batonlm.engine.loader import AttentionShape
 from gpucheck.definition import attention
 
 NUM_BLOCKS = 96

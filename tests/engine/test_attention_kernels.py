@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.attention.kernels import Kernel, fewest_rows, flash_cpu, merge, reference
-from baton.engine.attention.tiles import MaskBank, Tile
+from batonlm.engine.attention.kernels import Kernel, fewest_rows, flash_cpu, merge, reference
+from batonlm.engine.attention.tiles import MaskBank, Tile
 
 CPU = torch.device("cpu")
 

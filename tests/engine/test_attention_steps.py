@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.interface import LayerArguments
-from baton.engine.attention.kernels import Kernel, flash_cpu, reference
-from baton.engine.attention.tiled import KeyReader, TiledBackend
-from baton.engine.attention.tiles import cut_tiles
-from baton.engine.kv.cache import KvCache
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.kernels import Kernel, flash_cpu, reference
+from batonlm.engine.attention.tiled import KeyReader, TiledBackend
+from batonlm.engine.attention.tiles import cut_tiles
+from batonlm.engine.kv.cache import KvCache
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE, VALUE = 6, 3, 8, 6

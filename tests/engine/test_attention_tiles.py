@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.scheduler.plan import Chunk
-from baton.engine.attention.tiles import (
+from batonlm.core.scheduler.plan import Chunk
+from batonlm.engine.attention.tiles import (
     LOOSE,
     MaskBank,
     Tile,

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import Internal
-from baton.core.kvcache.block_pool import BlockCopy, Extents
-from baton.core.request.model import KvLayout
-from baton.engine.kv.cache import BlockCache, KvCache
+from batonlm.core.errors import Internal
+from batonlm.core.kvcache.block_pool import BlockCopy, Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.engine.kv.cache import BlockCache, KvCache
 from tests.engine.devices import CUDA
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from baton.core.errors import Unavailable
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.thread import CopyThread, EngineThread
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.errors import Unavailable
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.thread import CopyThread, EngineThread
+from batonlm.testing.fake_runner import FakeRunner
 from tests.core.attempts import attempt
 
 PATIENCE_S = 20

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.errors import Internal
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import PENDING, Chunk, SampledToken, SampleRow, StepPlan, StepResult
-from baton.engine.sampler import LastTokens, SampledStep
-from baton.engine.sampler_rows import TokenCounts
+from batonlm.core.errors import Internal
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import (
+    PENDING,
+    Chunk,
+    SampledToken,
+    SampleRow,
+    StepPlan,
+    StepResult,
+)
+from batonlm.engine.sampler import LastTokens, SampledStep
+from batonlm.engine.sampler_rows import TokenCounts
 
 VOCAB = 1200
 GREEDY = SamplingParams(temperature=0.0)

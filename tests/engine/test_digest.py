@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import digest
-from baton.engine.digest import model_digest
+from batonlm.engine import digest
+from batonlm.engine.digest import model_digest
 
 PIECE = 1000
 

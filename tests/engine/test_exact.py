@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine import exact
-from baton.engine.config import EngineConfig
-from baton.engine.linear import PackedLinear
-from baton.engine.runner import TorchRunner
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine import exact
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.linear import PackedLinear
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, fill, packed, random_prompts
 from tests.engine.tiny_models import ARCHS, VOCAB, save_tiny_model
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.moe import use_experts_implementation
 
-from baton.engine.exact import confine
-from baton.engine.linear import Chooser, PackedExperts, are_known_experts, loosen, swap
+from batonlm.engine.exact import confine
+from batonlm.engine.linear import Chooser, PackedExperts, are_known_experts, loosen, swap
 from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import build
 

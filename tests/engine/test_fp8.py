@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.graphs import refusing_host_waits
-from baton.engine.linear import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.graphs import refusing_host_waits
+from batonlm.engine.linear import (
     FP8,
     PackedLinear,
     check_fp8,
@@ -20,10 +20,10 @@ from baton.engine.linear import (
     swap,
     worth_fp8,
 )
-from baton.engine.runner import TorchRunner
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY
 
-BUNDLED = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
+BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 
 
 def rows(count: int, size: int, seed: int) -> torch.Tensor:

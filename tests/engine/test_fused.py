@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine.attention.backends import open_backend
-from baton.engine.config import EngineConfig
-from baton.engine.fused.decoder import Decoder, PlainOperators
-from baton.engine.fused.recipe import NotCovered, read_recipe
-from baton.engine.loader import LoadedModel, load, probe_attention, run_network, wire
-from baton.engine.runner import TorchRunner
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.attention.backends import open_backend
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.fused.decoder import Decoder, PlainOperators
+from batonlm.engine.fused.recipe import NotCovered, read_recipe
+from batonlm.engine.loader import LoadedModel, load, probe_attention, run_network, wire
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 

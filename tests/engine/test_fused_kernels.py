@@ -18,15 +18,15 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.interface import LayerArguments
-from baton.engine.attention.triton.backend import TritonBackend
-from baton.engine.fused.decoder import Decoder, Heads, PlainOperators, Rotation
-from baton.engine.fused.kernels import TritonOperators
-from baton.engine.fused.recipe import Recipe, read_recipe
-from baton.engine.kv.cache import DTYPES
-from baton.engine.loader import AttentionShape, run_network
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.triton.backend import TritonBackend
+from batonlm.engine.fused.decoder import Decoder, Heads, PlainOperators, Rotation
+from batonlm.engine.fused.kernels import TritonOperators
+from batonlm.engine.fused.recipe import Recipe, read_recipe
+from batonlm.engine.kv.cache import DTYPES
+from batonlm.engine.loader import AttentionShape, run_network
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import scattered
 from tests.engine.test_fused import COVERED, opened, steps

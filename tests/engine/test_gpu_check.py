@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import gpu_check
-from baton.core.errors import InvalidArgument
-from baton.engine.gpus import Driver, Gpu
-from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.report import Result
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.gpus import Driver, Gpu
+from batonlm.testing.fake_runner import FakeRunner
 from gpucheck import figures, kernels, sections, strip_nixl
 from gpucheck.check import Check
 from gpucheck.driving import generate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.engine.gpus import Gpu, claim, find_driver, select, visible
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.engine.gpus import Gpu, claim, find_driver, select, visible
 from tests.engine.nvml import build
 
 GIB = 1 << 30
@@ -124,7 +124,7 @@ def test_ranks_take_different_gpus_or_none(tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from baton.engine.gpus import Gpu, claim
+from batonlm.engine.gpus import Gpu, claim
 held = claim([Gpu(0, "GPU-0", "L4", 1, 1)], 1, Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)

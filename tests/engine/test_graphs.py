@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
-from baton.engine.attention.interface import ForwardPass
-from baton.engine.config import EngineConfig
-from baton.engine.graphs import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
+from batonlm.engine.attention.interface import ForwardPass
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.graphs import (
     DecodeGraphs,
     NotRecordable,
     Record,
@@ -28,8 +28,8 @@ from baton.engine.graphs import (
     cuda_recorder,
     refusing_host_waits,
 )
-from baton.engine.loader import run_network
-from baton.engine.runner import TorchRunner
+from batonlm.engine.loader import run_network
+from batonlm.engine.runner import TorchRunner
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered
 
@@ -176,7 +176,7 @@ def test_a_network_that_cannot_be_recorded_runs_as_usual(
 
         return record
 
-    monkeypatch.setattr("baton.engine.runner.cuda_recorder", refuse)
+    monkeypatch.setattr("batonlm.engine.runner.cuda_recorder", refuse)
     monkeypatch.setattr(runner, "_graphs", None)
     with torch.inference_mode():
         runner._record(2, 1000)

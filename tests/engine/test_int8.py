@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from baton.engine.attention.interface import ForwardPass
-from baton.engine.config import EngineConfig
-from baton.engine.exact import Product
-from baton.engine.linear import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.attention.interface import ForwardPass
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.exact import Product
+from batonlm.engine.linear import (
     INT8,
     Form,
     check_int8,
@@ -26,13 +26,13 @@ from baton.engine.linear import (
     swap,
     worth_quantizing,
 )
-from baton.engine.loader import run_network
-from baton.engine.runner import TorchRunner
+from batonlm.engine.loader import run_network
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import VOCAB, build
 
-BUNDLED = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
+BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 NEW = 12
 CPU = torch.device("cpu")
 

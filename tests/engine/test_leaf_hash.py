@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.handover.leaf_hash import (
+from batonlm.core.handover.leaf_hash import (
     HASH_BYTES,
     LEAF_BYTES,
     PRIME,
@@ -18,8 +18,8 @@ from baton.core.handover.leaf_hash import (
     points_of,
     powers,
 )
-from baton.engine.kv.staging import DeviceStaging
-from baton.transfer.leaf_hash import leaf_hashes
+from batonlm.engine.kv.staging import DeviceStaging
+from batonlm.transfer.leaf_hash import leaf_hashes
 from tests.engine.devices import CUDA, INTERPRETER
 
 SIZES = (4, 1000, LEAF_BYTES - 4, LEAF_BYTES, LEAF_BYTES + 4, 3 * LEAF_BYTES + 512)

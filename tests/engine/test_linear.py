@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from baton.engine.linear import Bound, Chooser, PackedLinear, loosen, swap
+from batonlm.engine.linear import Bound, Chooser, PackedLinear, loosen, swap
 from tests.engine.tiny_models import build
 
 CUTS = ((0, 0), (0, 1), (3, 5), (40, 33), (100, 200))
@@ -100,7 +100,7 @@ def test_the_fastest_form_is_taken() -> None:
 
 def test_a_shape_is_chosen_for_once(caplog: pytest.LogCaptureFixture) -> None:
     network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32))
-    with caplog.at_level(logging.DEBUG, "baton.engine"):
+    with caplog.at_level(logging.DEBUG, "batonlm.engine"):
         swap(network, exact=True)
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("weights 64 x 64") for line in lines) == 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, on_loss, receive_each
+from batonlm.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, on_loss, receive_each
 
 PATIENCE_S = 20.0
 Pair = tuple[Link, Link]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.engine.config import EngineConfig, configure_threads
-from baton.engine.digest import MANIFEST
-from baton.engine.loader import UnsupportedModel
-from baton.engine.runner import TorchRunner
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.engine.config import EngineConfig, configure_threads
+from batonlm.engine.digest import MANIFEST
+from batonlm.engine.loader import UnsupportedModel
+from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 
@@ -127,7 +127,7 @@ def test_threads_are_configured_before_torch_only() -> None:
         configure_threads(2)
     program = (
         "import os, sys\n"
-        "from baton.engine.config import configure_threads\n"
+        "from batonlm.engine.config import configure_threads\n"
         "configure_threads(3)\n"
         "assert 'torch' not in sys.modules\n"
         "names = ['OMP_WAIT_POLICY', 'THP_MEM_ALLOC_ENABLE', 'OMP_NUM_THREADS', 'GOMP_SPINCOUNT']\n"
@@ -149,7 +149,7 @@ def test_threads_are_configured_before_torch_only() -> None:
 def test_the_fake_and_the_settings_need_no_torch() -> None:
     program = (
         "import sys\n"
-        "import baton.testing.fake_runner, baton.engine.config\n"
+        "import batonlm.testing.fake_runner, batonlm.engine.config\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.scheduler.events import AttemptFailed
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.events import AttemptFailed
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import (
     Outputs,
     attempt,

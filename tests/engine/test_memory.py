@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.kvcache.block_pool import BlockCopy, Extents
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.attention.tiled import build_inputs
-from baton.engine.kv.cache import KvCache
-from baton.engine.kv.extents import spans
+from batonlm.core.kvcache.block_pool import BlockCopy, Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.tiled import build_inputs
+from batonlm.engine.kv.cache import KvCache
+from batonlm.engine.kv.extents import spans
 
 CPU = torch.device("cpu")
 

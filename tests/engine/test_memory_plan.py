@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.autograd import profiler
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.engine import footprint
-from baton.engine import runner as runner_module
-from baton.engine.config import MIB, EngineConfig
-from baton.engine.footprint import allocate, foresee, largest_step, weights_bytes
-from baton.engine.loader import load
-from baton.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
-from baton.engine.runner import TorchRunner
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.engine import footprint
+from batonlm.engine import runner as runner_module
+from batonlm.engine.config import MIB, EngineConfig
+from batonlm.engine.footprint import allocate, foresee, largest_step, weights_bytes
+from batonlm.engine.loader import load
+from batonlm.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
+from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
 FREE = 24 * MIB

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import random_prompts
 from tests.engine.modes import Heard, asked, attempt, decode_loop, hand_over, run, run_out
 from tests.engine.test_parity import expected

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
 from tests.engine.tiny_models import ARCHS, VOCAB, build
 

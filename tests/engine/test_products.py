@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from baton.engine.exact import (
+from batonlm.engine.exact import (
     NotExact,
     confine,
     cuts,
@@ -19,7 +19,7 @@ from baton.engine.exact import (
     tiled,
     without_tails,
 )
-from baton.engine.linear import swap
+from batonlm.engine.linear import swap
 
 CPU = torch.device("cpu")
 

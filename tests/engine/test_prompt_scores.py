@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.prompt_logprobs import Gathered, PromptLogprobs
-from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, Scored, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.prompt_logprobs import Gathered, PromptLogprobs
+from batonlm.core.scheduler.plan import Chunk, ModelRunner, SampleRow, Scored, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
+from batonlm.testing.fake_runner import FakeRunner
 from tests.engine.driving import GREEDY, random_prompts, scattered
 from tests.engine.tiny_models import VOCAB, build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.sampler_rows import Words2, Words4, philox4x32, uniform
+from batonlm.engine.sampler_rows import Words2, Words4, philox4x32, uniform
 
 
 @pytest.mark.parametrize(

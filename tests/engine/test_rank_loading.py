@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.engine.config import EngineConfig
-from baton.engine.ranks.link import Link
-from baton.engine.ranks.runner import Answer, Loading, RankedRunner, Refused, encode
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.link import Link
+from batonlm.engine.ranks.runner import Answer, Loading, RankedRunner, Refused, encode
 
 TIME_S = 20.0
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.ranks.processes import RankProcesses
-from baton.engine.ranks.runner import RankedRunner
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.processes import RankProcesses
+from batonlm.engine.ranks.runner import RankedRunner
 from tests.engine.driving import generate, random_prompts, together
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.core.scheduler.plan import PENDING, BlockSwap, Chunk, SampleRow, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.ranks.runner import RankedRunner
-from baton.engine.runner import TorchRunner
-from baton.transfer.staging import HostMemory, StagingPool
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.scheduler.plan import PENDING, BlockSwap, Chunk, SampleRow, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.runner import RankedRunner
+from batonlm.engine.runner import TorchRunner
+from batonlm.transfer.staging import HostMemory, StagingPool
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
 from tests.engine.local_ranks import LocalRanks

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.config import EngineConfig
-from baton.engine.loader import Bar, load, read_onto
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.loader import Bar, load, read_onto
 
 PLAIN_FILES = ("llama", "llama_tied", "qwen3", "mistral", "gemma3", "phi3", "gpt2")
 

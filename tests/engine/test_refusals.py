@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.plan import StepPlan
-from baton.engine import loader, selfcheck
-from baton.engine.config import EngineConfig
-from baton.engine.loader import UnsupportedModel
-from baton.engine.runner import TorchRunner
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.engine import loader, selfcheck
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.loader import UnsupportedModel
+from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import together
 from tests.engine.tiny_models import REFUSED, save_tiny_model
 
@@ -164,7 +164,7 @@ def test_attention_must_be_called_once_a_layer(
         layer = network.model.layers[1]
         layer.self_attn = Twice(layer.self_attn)
 
-    monkeypatch.setattr("baton.engine.runner.wire", wire)
+    monkeypatch.setattr("batonlm.engine.runner.wire", wire)
     assert "called for 4 of 3 layers" in refusal(saved("llama"))
 
 

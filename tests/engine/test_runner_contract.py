@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Internal
-from baton.core.kvcache.block_pool import BlockCopy
-from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
+from batonlm.core.errors import Internal
+from batonlm.core.kvcache.block_pool import BlockCopy
+from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from tests.engine.contract import BLOCKS, POISON, MakeRunner, draw, prompts
 from tests.engine.driving import GREEDY, fill, generate, packed, scattered, together
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from baton.core.request.request import SamplingParams
-from baton.engine.sampler_cpu import draw, keep, likeliest, nearest, penalize, scale_bits, weigh
+from batonlm.core.request.request import SamplingParams
+from batonlm.engine.sampler_cpu import draw, keep, likeliest, nearest, penalize, scale_bits, weigh
 
 VOCAB = 1200
 

@@ -21,13 +21,13 @@ pytest.importorskip("triton")
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-import baton
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import SampleRow
-from baton.engine.sampler import draw_tokens
-from baton.engine.sampler_cpu import sum_row
-from baton.engine.sampler_rows import ALL_BANNED, NOT_A_NUMBER, RowInputs, TokenCounts
-from baton.engine.sampler_triton import draw_rows, sum_rows
+import batonlm
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import SampleRow
+from batonlm.engine.sampler import draw_tokens
+from batonlm.engine.sampler_cpu import sum_row
+from batonlm.engine.sampler_rows import ALL_BANNED, NOT_A_NUMBER, RowInputs, TokenCounts
+from batonlm.engine.sampler_triton import draw_rows, sum_rows
 from tests.depth import examples
 from tests.engine.devices import CUDA, INTERPRETER
 
@@ -280,7 +280,7 @@ def test_they_compile_for_gpus_without_spills_or_fused_arithmetic(
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    roots = Path(baton.__path__[0]).parent, Path(__file__).parents[2]
+    roots = Path(batonlm.__path__[0]).parent, Path(__file__).parents[2]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))
     program = Path(__file__).with_name("compiling_sampler.py")
     done = subprocess.run(

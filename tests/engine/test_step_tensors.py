@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import Internal
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.request import SamplingParams
-from baton.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
-from baton.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
+from batonlm.core.errors import Internal
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
+from batonlm.engine.attention.triton.steps import DecodeBuffers, StepBuilder, StepTensors
 
 CPU = torch.device("cpu")
 TRASH = 40

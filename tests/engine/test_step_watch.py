@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.thread import StepWatch
+from batonlm.engine.thread import StepWatch
 
 
 def test_one_step_after_the_other() -> None:

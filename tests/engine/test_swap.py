@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.plan import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.plan import (
     BlockSwap,
     Chunk,
     SampledToken,
@@ -24,10 +24,10 @@ from baton.core.scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from baton.engine.kv import swap as swap_module
-from baton.engine.kv.cache import KvCache
-from baton.engine.kv.extents import LOST, Moved, joined, owners
-from baton.engine.kv.swap import SwapMemory
+from batonlm.engine.kv import swap as swap_module
+from batonlm.engine.kv.cache import KvCache
+from batonlm.engine.kv.extents import LOST, Moved, joined, owners
+from batonlm.engine.kv.swap import SwapMemory
 from tests.engine.driving import GREEDY
 
 BLOCKS, BLOCK_SIZE, LAYERS = 12, 16, 2

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from baton.core.errors import Internal, NotFound, Overloaded, Unavailable
-from baton.core.scheduler.events import AttemptFailed
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.thread import EngineThread
+from batonlm.core.errors import Internal, NotFound, Overloaded, Unavailable
+from batonlm.core.scheduler.events import AttemptFailed
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.thread import EngineThread
 from tests.engine.engine_thread import Engine, Heard, Runner, add, attempt, running
 
 
@@ -270,5 +270,5 @@ async def test_a_step_that_never_returns_does_not_hold_the_process() -> None:
 
 
 def test_it_loads_without_torch() -> None:
-    code = "import sys, baton.engine.thread; sys.exit('torch' in sys.modules)"
+    code = "import sys, batonlm.engine.thread; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan, StepResult
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.testing.fake_runner import FakeRunner
 from tests.engine.engine_thread import Engine, Heard, Runner, attempt, running
 
 

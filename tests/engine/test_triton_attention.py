@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from baton.engine.attention.triton import decode, shapes
+from batonlm.engine.attention.triton import decode, shapes
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.machine import check_interpreter
 from tests.engine.paged import Case, Paged

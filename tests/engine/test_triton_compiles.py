@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import baton
+import batonlm
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ MODELS = [
 def compile_for(capability: int, model: tuple[Any, ...], cache: Path) -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    environment["PYTHONPATH"] = str(Path(baton.__path__[0]).parent)
+    environment["PYTHONPATH"] = str(Path(batonlm.__path__[0]).parent)
     done = subprocess.run(
         [
             sys.executable,

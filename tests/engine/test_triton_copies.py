@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.request.model import KvLayout
-from baton.engine.attention.triton import copies
-from baton.engine.kv.cache import BlockCache
+from batonlm.core.request.model import KvLayout
+from batonlm.engine.attention.triton import copies
+from batonlm.engine.kv.cache import BlockCache
 from tests.engine.devices import CUDA, INTERPRETER
 
 CPU = torch.device("cpu")

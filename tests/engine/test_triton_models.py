@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine import selfcheck
-from baton.engine.attention.triton.backend import TritonBackend
-from baton.engine.config import EngineConfig
-from baton.engine.graphs import refusing_host_waits
-from baton.engine.loader import load, probe_attention, run_network, wire
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine import selfcheck
+from batonlm.engine.attention.triton.backend import TritonBackend
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.graphs import refusing_host_waits
+from batonlm.engine.loader import load, probe_attention, run_network, wire
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import random_prompts, scattered
 from tests.engine.tiny_models import ARCHS, VOCAB, build

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.request.model import DTYPE_BYTES, KvLayout
-from baton.core.scheduler.plan import Chunk, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.kv.cache import DTYPES, BlockCache, KvCache, converted, is_lossless
-from baton.engine.runner import TorchRunner
-from baton.testing.fake_runner import FakeRunner
+from batonlm.core.request.model import DTYPE_BYTES, KvLayout
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.kv.cache import DTYPES, BlockCache, KvCache, converted, is_lossless
+from batonlm.engine.runner import TorchRunner
+from batonlm.testing.fake_runner import FakeRunner
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.driving import generate, random_prompts
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 from google.protobuf.message import Message
 
-from baton.v1 import types_pb2
+from batonlm.v1 import types_pb2
 
 _Code = grpc.StatusCode
 CLIENT_CODES = {
@@ -47,7 +47,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{4}")
 _INTERNALS = re.compile(
     r"Traceback|Exception|<class|\bobject at\b|\.py\b|\.cc\b|site-packages"
     r"|(^|[\s'\"])/(tmp|work|usr|home|proc|root|etc|var)/|\b[A-Z][a-z]+Error\b"
-    r"|\bNoneType\b|google\.protobuf|baton\.(core|rpc|router|decode|prefill|kv|engine|v1)\b"
+    r"|\bNoneType\b|google\.protobuf|batonlm\.(core|rpc|router|decode|prefill|kv|engine|v1)\b"
 )
 
 

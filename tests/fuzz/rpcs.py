@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from baton import v1
+from batonlm import v1
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def served_at(channel: grpc.Channel) -> set[str]:
 
 
 def _files() -> Iterator[FileDescriptor]:
-    for module in pkgutil.iter_modules(v1.__path__, "baton.v1."):
+    for module in pkgutil.iter_modules(v1.__path__, "batonlm.v1."):
         if module.name.endswith("_pb2"):
             yield importlib.import_module(module.name).DESCRIPTOR
     yield vllm_engine_pb2.DESCRIPTOR

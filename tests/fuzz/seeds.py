@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from baton.v1 import (
+from batonlm.v1 import (
     decode_pb2,
     detokenizer_pb2,
     handover_pb2,

@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import psutil
 
-from baton.v1 import decode_pb2, inference_pb2, prefill_pb2, tokenizer_pb2, worker_pb2
-from baton.v1.decode_pb2_grpc import DecodeStub
-from baton.v1.prefill_pb2_grpc import PrefillStub
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.v1 import decode_pb2, inference_pb2, prefill_pb2, tokenizer_pb2, worker_pb2
+from batonlm.v1.decode_pb2_grpc import DecodeStub
+from batonlm.v1.prefill_pb2_grpc import PrefillStub
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.e2e.relay import Answer, Relay, options
 from tests.fuzz import seeds
 from tests.fuzz.rpcs import served_at

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from baton.v1 import prefill_pb2, types_pb2
+from batonlm.v1 import prefill_pb2, types_pb2
 from tests.fuzz.calls import check, send
 from tests.fuzz.rpcs import all_rpcs
 from tests.fuzz.target import Target

@@ -11,8 +11,8 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from baton.rpc.address import split
-from baton.v1 import inference_pb2, tokenizer_pb2, types_pb2
+from batonlm.rpc.address import split
+from batonlm.v1 import inference_pb2, tokenizer_pb2, types_pb2
 from tests.fuzz.calls import check, send
 from tests.fuzz.http_requests import HEADERS, Sent, exchange, request
 from tests.fuzz.rpcs import all_rpcs

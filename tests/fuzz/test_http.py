@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
-from baton.rpc.address import split
+from batonlm.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
+from batonlm.rpc.address import split
 from tests.fuzz import oracle
 from tests.fuzz.http_bodies import bodies
 from tests.fuzz.http_requests import Answer, Sent, exchange, requests

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import strategies as st
 
-from baton.rpc.address import split
+from batonlm.rpc.address import split
 from tests.fuzz import oracle
 from tests.fuzz.http2 import Attack, attacks, call_headers, floods, frame, mixed, send_all
 from tests.fuzz.mutations import damages

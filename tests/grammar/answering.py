@@ -11,19 +11,19 @@ from pathlib import Path
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from baton.core.errors import BatonError
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
-from baton.core.scheduler.events import AttemptFailed, Event, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import ModelRunner
-from baton.engine.config import EngineConfig
-from baton.engine.runner import TorchRunner
-from baton.grammar.book import Compiled
-from baton.grammar.compiler import compile_grammar, load_vocabulary
-from baton.rpc.model_folder import special_tokens
+from batonlm.core.errors import BatonError
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
+from batonlm.core.scheduler.events import AttemptFailed, Event, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.runner import TorchRunner
+from batonlm.grammar.book import Compiled
+from batonlm.grammar.compiler import compile_grammar, load_vocabulary
+from batonlm.rpc.model_folder import special_tokens
 
-BUNDLED = Path(str(files("baton") / "models" / "baton-tiny"))
+BUNDLED = Path(str(files("batonlm") / "models" / "baton-tiny"))
 
 
 @dataclass

@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.grammar.book import Compiled
-from baton.grammar.compiler import compile_grammar, load_vocabulary
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.grammar.book import Compiled
+from batonlm.grammar.compiler import compile_grammar, load_vocabulary
 from tests.engine.tiny_models import save_tiny_model
 from tests.grammar.answering import BUNDLED, Answers, Model, attempt, open_model, run_out
 from tests.grammar.schemas import Schema, schemas

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.book import MAX_KEPT_BYTES, GrammarBook
-from baton.grammar.compiler import load_vocabulary
+from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.grammar.book import MAX_KEPT_BYTES, GrammarBook
+from batonlm.grammar.compiler import load_vocabulary
 from tests.grammar.answering import BUNDLED
 
 NUM_SCHEMAS = 300
@@ -27,8 +27,8 @@ def large(number: int) -> Grammar:
 
 BOUNDED = """
 import asyncio, sys
-from baton.grammar.book import GrammarBook
-from baton.grammar.compiler import load_vocabulary
+from batonlm.grammar.book import GrammarBook
+from batonlm.grammar.compiler import load_vocabulary
 from tests.grammar.answering import BUNDLED
 from tests.grammar.test_book import NUM_SCHEMAS, large
 

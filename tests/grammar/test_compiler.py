@@ -10,10 +10,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.compiler import compile_grammar, load_vocabulary
-from baton.router.api import translation
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.grammar.compiler import compile_grammar, load_vocabulary
+from batonlm.router.api import translation
 from tests.grammar.answering import BUNDLED
 
 TOKENS = load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,))

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 from tests.engine.modes import Heard, Watched, hand_over
 from tests.engine.modes import run_out as run_to_end
 from tests.grammar.answering import (

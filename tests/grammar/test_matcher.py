@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from baton.core.request.request import Grammar, GrammarKind
-from baton.grammar.book import Compiled
-from baton.grammar.compiler import compile_grammar, load_vocabulary
+from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.grammar.book import Compiled
+from batonlm.grammar.compiler import compile_grammar, load_vocabulary
 from tests.grammar.answering import BUNDLED
 
 TOKENS = load_vocabulary(BUNDLED, special=(), eos_token_ids=(2,))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from baton.client import Options
+from batonlm.client import Options
 
 Face = Literal["grpc", "http"]
 FACES: tuple[Face, ...] = get_args(Face)

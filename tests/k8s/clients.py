@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 
 import httpx
 
-from baton.client import AsyncClient, Options, Retries
-from baton.core.errors import BatonError
-from baton.core.request.request import Delta
+from batonlm.client import AsyncClient, Options, Retries
+from batonlm.core.errors import BatonError
+from batonlm.core.request.request import Delta
 from tests.k8s.asks import Ask
 
 STREAM_S = 120.0

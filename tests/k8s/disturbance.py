@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from baton.cli.http_client import total
+from batonlm.cli.http_client import total
 from tests.k8s.asks import Ask, asks
 from tests.k8s.clients import STREAM_S, Clients
 from tests.k8s.load import Load, references

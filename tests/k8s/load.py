@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from baton.core.errors import BatonError
+from batonlm.core.errors import BatonError
 from tests.k8s.asks import Ask
 from tests.k8s.clients import STREAM_S, Clients, Refused, retryable
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.cli.http_client import total
+from batonlm.cli.http_client import total
 from tests.k8s.charts import CHART, COMPONENTS, CPU, ENGINES
 from tests.k8s.cluster import Cluster, Failed
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 import gen_values_schema as generator
-from baton.cli.models import FolderSource, HubSource
-from baton.rpc import config as configuration
-from baton.rpc.address import AllowedHosts
+from batonlm.cli.models import FolderSource, HubSource
+from batonlm.rpc import config as configuration
+from batonlm.rpc.address import AllowedHosts
 from tests.k8s.charts import (
     CHART,
     COMPONENTS,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from baton.cli import doctor
+from batonlm.cli import doctor
 from tests.e2e.relay import eventually
 from tests.k8s import chart_cluster
 from tests.k8s.chart_cluster import as_list, told

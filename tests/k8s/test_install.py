@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.client import AsyncClient
+from batonlm.client import AsyncClient
 from tests.k8s.asks import asks
 from tests.k8s.charts import COMPONENTS, ENGINES
 from tests.k8s.clients import Clients

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.client import AsyncClient
-from baton.core.errors import BatonError, Unauthenticated
+from batonlm.client import AsyncClient
+from batonlm.core.errors import BatonError, Unauthenticated
 from tests.k8s.charts import COMPONENTS, ENGINES
 from tests.k8s.cluster import Cluster
 from tests.k8s.conftest import CPU_IMAGE, ENGINE_IMAGE
@@ -83,7 +83,16 @@ def from_files(files: Files) -> list[str]:
 
 
 def new_key(keys: Path) -> str:
-    command = [sys.executable, "-m", "baton.cli.main", "keys", "new", "--tenant", "acme", str(keys)]
+    command = [
+        sys.executable,
+        "-m",
+        "batonlm.cli.main",
+        "keys",
+        "new",
+        "--tenant",
+        "acme",
+        str(keys),
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

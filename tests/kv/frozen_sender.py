@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from baton.transfer.staging import StagingPool, TransportError
-from baton.transfer.transports import TransferReader
+from batonlm.transfer.staging import StagingPool, TransportError
+from batonlm.transfer.transports import TransferReader
 from tests.kv.neighbours import neighbour
 from tests.kv.ring_process import make
 

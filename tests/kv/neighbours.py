@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.v1 import handover_pb2 as pb
+from batonlm.v1 import handover_pb2 as pb
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,22 @@ from typing import Any
 
 import grpc
 
-from baton.core.handover.table import LIMITS, State, StateLimit
-from baton.core.request.attempt import ChoiceTokens, SequenceKey
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.scheduler.plan import KvPayload, StagingMemory
-from baton.rpc.channels import INTERNAL_CLIENT
-from baton.rpc.errors import ErrorInterceptor
-from baton.rpc.server import INTERNAL_SERVER
-from baton.transfer.peers import CollectStream, SenderConnection
-from baton.transfer.receiver import Collected, KvReceiver, TransferRequest
-from baton.transfer.sender import KvSender, PendingTransfer
-from baton.transfer.staging import NO_FAULTS, Faults
-from baton.transfer.stream import Liveness
-from baton.transfer.transports import Staging
-from baton.transfer.ucx import Ucx
-from baton.v1 import handover_pb2 as pb
-from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.core.handover.table import LIMITS, State, StateLimit
+from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.scheduler.plan import KvPayload, StagingMemory
+from batonlm.rpc.channels import INTERNAL_CLIENT
+from batonlm.rpc.errors import ErrorInterceptor
+from batonlm.rpc.server import INTERNAL_SERVER
+from batonlm.transfer.peers import CollectStream, SenderConnection
+from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest
+from batonlm.transfer.sender import KvSender, PendingTransfer
+from batonlm.transfer.staging import NO_FAULTS, Faults
+from batonlm.transfer.stream import Liveness
+from batonlm.transfer.transports import Staging
+from batonlm.transfer.ucx import Ucx
+from batonlm.v1 import handover_pb2 as pb
+from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 LAYOUT = KvLayout("ab" * 32, "float32", num_layers=2, num_kv_heads=2, key_size=8, value_size=8)
 BUFFER_BYTES = 4096

@@ -9,10 +9,10 @@ import json
 import secrets
 import sys
 
-from baton.transfer.loopback import LoopbackTransport
-from baton.transfer.nixl import NixlTransport
-from baton.transfer.staging import KvTransport, StagingPool
-from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from batonlm.transfer.loopback import LoopbackTransport
+from batonlm.transfer.nixl import NixlTransport
+from batonlm.transfer.staging import KvTransport, StagingPool
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
 
 
 def fill(ring: StagingPool) -> None:

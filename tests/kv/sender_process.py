@@ -12,11 +12,11 @@ import sys
 
 import grpc
 
-from baton.core.errors import BatonError
-from baton.transfer.sender import KvSender
-from baton.transfer.stream import Liveness
-from baton.transfer.transports import Staging
-from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.core.errors import BatonError
+from batonlm.transfer.sender import KvSender
+from batonlm.transfer.stream import Liveness
+from batonlm.transfer.transports import Staging
+from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, identity, kv_of
 from tests.kv.ring_process import ucx
 

@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.errors import HandoverFailed, Unavailable
-from baton.core.kvcache.block_pool import Extents
-from baton.engine.kv.cache import BlockCache
-from baton.engine.kv.staging import DeviceStaging
-from baton.testing.faults import FaultInjector, FaultSpec, parse
-from baton.transfer import nixl
-from baton.transfer.kv_chunk import POLY
-from baton.transfer.transports import Staging
+from batonlm.core.errors import HandoverFailed, Unavailable
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.engine.kv.cache import BlockCache
+from batonlm.engine.kv.staging import DeviceStaging
+from batonlm.testing.faults import FaultInjector, FaultSpec, parse
+from batonlm.transfer import nixl
+from batonlm.transfer.kv_chunk import POLY
+from batonlm.transfer.transports import Staging
 from tests.engine.devices import reason_against_interpreter
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, Pool, expected, rig
 

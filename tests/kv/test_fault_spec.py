@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.testing.faults import POINTS, FaultKind, FaultRule, FaultSpec, kinds_at, parse
+from batonlm.core.errors import InvalidArgument
+from batonlm.testing.faults import POINTS, FaultKind, FaultRule, FaultSpec, kinds_at, parse
 
 
 def test_a_line_of_rules() -> None:

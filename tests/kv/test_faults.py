@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from baton.core.errors import HandoverFailed
-from baton.core.handover.table import LIMITS, ReceiverState, SenderState, StateLimit
-from baton.testing.faults import (
+from baton_loadtest.chaos.corruptions import INJECTIONS, with_settings
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.handover.table import LIMITS, ReceiverState, SenderState, StateLimit
+from batonlm.testing.faults import (
     MESSAGE_POINTS,
     POINTS,
     RECEIVER_WORK,
@@ -19,8 +20,7 @@ from baton.testing.faults import (
     FaultSpec,
     parse,
 )
-from baton.transfer.kv_chunk import Sealer
-from baton_loadtest.chaos.corruptions import INJECTIONS, with_settings
+from batonlm.transfer.kv_chunk import Sealer
 from tests.kv.rig import POSITIONS_PER_BUFFER, Pool, expected, rig
 
 POSITIONS = 5 * POSITIONS_PER_BUFFER

@@ -7,9 +7,9 @@ import secrets
 
 import pytest
 
-from baton.core.errors import Overloaded
-from baton.transfer.stream import Liveness
-from baton.transfer.ucx import KvNetwork, Ucx
+from batonlm.core.errors import Overloaded
+from batonlm.transfer.stream import Liveness
+from batonlm.transfer.ucx import KvNetwork, Ucx
 from tests.kv.rig import (
     BUFFER_BYTES,
     LAYOUT,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -20,11 +20,11 @@ from baton.core.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.core.handover.table import LIMITS, ReceiverState, SenderState, State, StateLimit
-from baton.core.request.attempt import ChoiceTokens
-from baton.transfer.receiver import Collected
-from baton.transfer.sender import PendingTransfer
-from baton.transfer.stream import Liveness
+from batonlm.core.handover.table import LIMITS, ReceiverState, SenderState, State, StateLimit
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.transfer.receiver import Collected
+from batonlm.transfer.sender import PendingTransfer
+from batonlm.transfer.stream import Liveness
 from tests.kv.rig import TOKENS, Pool, Rig, identity, rig, until
 
 ABOUT = {"request_id": "r1", "trace_id": "t1"}
@@ -256,7 +256,7 @@ async def test_a_fault_of_ours_is_logged_with_its_request(
 
 def about_in(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:
     """Whose the faults are that were logged."""
-    lines = [vars(line) for line in caplog.records if line.name == "baton.transfer.stream"]
+    lines = [vars(line) for line in caplog.records if line.name == "batonlm.transfer.stream"]
     return [{name: line[name] for name in ABOUT} for line in lines]
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     Cancelled,
     HandoverFailed,
     Incompatible,
@@ -18,12 +18,12 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.handover.table import EARLY_STREAM_S, SenderState
-from baton.rpc.convert import identity_to_proto
-from baton.transfer import sender as sender_module
-from baton.transfer.peers import CollectStream
-from baton.transfer.transports import TransferReader
-from baton.v1 import handover_pb2 as pb
+from batonlm.core.handover.table import EARLY_STREAM_S, SenderState
+from batonlm.rpc.convert import identity_to_proto
+from batonlm.transfer import sender as sender_module
+from batonlm.transfer.peers import CollectStream
+from batonlm.transfer.transports import TransferReader
+from batonlm.v1 import handover_pb2 as pb
 from tests.kv.rig import LAYOUT, Pool, Wire, expected, identity, kv_of, rig, until
 
 

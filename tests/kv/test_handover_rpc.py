@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from baton.core.errors import HandoverFailed, Incompatible, Unavailable
-from baton.rpc.convert import error_from_proto
-from baton.rpc.errors import ErrorInterceptor
-from baton.transfer.peers import CollectStream, SenderConnection
-from baton.transfer.sender import KvSender, Send
-from baton.v1 import handover_pb2 as pb
-from baton.v1 import types_pb2
-from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.core.errors import HandoverFailed, Incompatible, Unavailable
+from batonlm.rpc.convert import error_from_proto
+from batonlm.rpc.errors import ErrorInterceptor
+from batonlm.transfer.peers import CollectStream, SenderConnection
+from batonlm.transfer.sender import KvSender, Send
+from batonlm.v1 import handover_pb2 as pb
+from batonlm.v1 import types_pb2
+from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import rig
 
 MEETING = pb.MeetResponse(

@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.handover.leaf_hash import points_of
-from baton.core.handover.table import KvChunkRange
-from baton.core.request.model import KvLayout
-from baton.transfer.kv_chunk import (
+from batonlm.core.handover.leaf_hash import points_of
+from batonlm.core.handover.table import KvChunkRange
+from batonlm.core.request.model import KvLayout
+from batonlm.transfer.kv_chunk import (
     DIGESTS,
     HEADER_BYTES,
     POLY,
@@ -24,9 +24,9 @@ from baton.transfer.kv_chunk import (
     layout_fingerprint,
     positions_per_kv_chunk,
 )
-from baton.transfer.leaf_hash import leaf_hashes
-from baton.transfer.staging import HostMemory
-from baton.v1 import handover_pb2 as pb
+from batonlm.transfer.leaf_hash import leaf_hashes
+from batonlm.transfer.staging import HostMemory
+from batonlm.v1 import handover_pb2 as pb
 
 LAYOUT = KvLayout("ab" * 32, "float32", 2, 2, 8, 8)
 ID, INSTANCE_ID = bytes(range(16)), "0123456789abcdef" * 2

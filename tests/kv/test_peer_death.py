@@ -16,12 +16,12 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.core.errors import HandoverFailed
-from baton.core.request.model import WorkerIdentity
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.stream import Liveness
-from baton.transfer.transports import Staging
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import KvReceiver, TransferRequest
+from batonlm.transfer.stream import Liveness
+from batonlm.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, Pool, expected, identity, until
 
 NUM_BUFFERS = 4

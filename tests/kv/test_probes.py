@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.core.errors import Incompatible, InvalidArgument
-from baton.rpc.convert import identity_to_proto
-from baton.transfer.staging import TransportError
-from baton.transfer.transports import TransferReader
-from baton.v1 import handover_pb2 as pb
+from batonlm.core.errors import Incompatible, InvalidArgument
+from batonlm.rpc.convert import identity_to_proto
+from batonlm.transfer.staging import TransportError
+from batonlm.transfer.transports import TransferReader
+from batonlm.v1 import handover_pb2 as pb
 from tests.kv.rig import BUFFER_BYTES, POSITIONS_PER_BUFFER, Pool, Rig, expected, rig, until
 
 EVERY_S = 0.05

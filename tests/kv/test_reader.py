@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.transfer import transports
-from baton.transfer.staging import ReadState, StagingBuffer, StagingPool, TransportError
-from baton.transfer.transports import Staging, TransferReader
-from baton.v1 import handover_pb2 as pb
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.transfer import transports
+from batonlm.transfer.staging import ReadState, StagingBuffer, StagingPool, TransportError
+from batonlm.transfer.transports import Staging, TransferReader
+from batonlm.v1 import handover_pb2 as pb
 from tests.kv.rig import until
 
 RING = pb.StagingPoolDescription(buffer_bytes=4096, num_buffers=4)
@@ -229,7 +229,7 @@ async def test_staging_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise TransportError("NIXL could not be started")
 
-    monkeypatch.setattr("baton.transfer.nixl.NixlTransport", broken)
+    monkeypatch.setattr("batonlm.transfer.nixl.NixlTransport", broken)
     staging = await Staging.open("ab" * 16, transport="auto", num_buffers=2, buffer_bytes=4096)
     assert staging.names == ("loopback",)
     await staging.close()

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from baton.core.errors import HandoverFailed, Internal
-from baton.core.handover.leaf_hash import Points
-from baton.core.scheduler.plan import KvPayload
-from baton.transfer.staging import HostMemory
-from baton.transfer.ucx import KvNetwork, Ucx
+from batonlm.core.errors import HandoverFailed, Internal
+from batonlm.core.handover.leaf_hash import Points
+from batonlm.core.scheduler.plan import KvPayload
+from batonlm.transfer.staging import HostMemory
+from batonlm.transfer.ucx import KvNetwork, Ucx
 from tests.kv.rig import TOKENS, Pool, kv_of, rig
 
 BUFFER_BYTES = 1 << 20

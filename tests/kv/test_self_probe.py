@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.core.errors import Unavailable
-from baton.transfer.staging import TransportError
-from baton.transfer.transports import Staging, TransferReader
-from baton.worker.self_test import probe_self
+from batonlm.core.errors import Unavailable
+from batonlm.transfer.staging import TransportError
+from batonlm.transfer.transports import Staging, TransferReader
+from batonlm.worker.self_test import probe_self
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, identity, kv_of
 
 ME = identity("decode")
@@ -78,7 +78,7 @@ async def test_a_read_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_ring_without_free_buffers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.worker.self_test.READ_S", 0.05)
+    monkeypatch.setattr("batonlm.worker.self_test.READ_S", 0.05)
     async with opened("loopback") as staging:
         buffer = staging.ring.take("peer")
         assert buffer is not None

@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from baton.core.errors import Overloaded
-from baton.transfer import staging
-from baton.transfer.staging import HostMemory, StagingBuffer, StagingPool
+from batonlm.core.errors import Overloaded
+from batonlm.transfer import staging
+from batonlm.transfer.staging import HostMemory, StagingBuffer, StagingPool
 from tests.depth import examples
 
 PEERS = ("a", "b", "c")

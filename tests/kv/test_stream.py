@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.transfer.stream import HeartbeatStream, Liveness, PeerLost
-from baton.v1 import handover_pb2 as pb
+from batonlm.transfer.stream import HeartbeatStream, Liveness, PeerLost
+from batonlm.v1 import handover_pb2 as pb
 
 LIVENESS = Liveness(heartbeat_s=0.3, missed=4)
 HELD_UP_S = 2.0

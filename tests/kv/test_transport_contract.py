@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.transfer.staging import HostMemory, KvTransport, ReadState, StagingPool, TransportError
-from baton.v1 import handover_pb2 as pb
+from batonlm.transfer.staging import HostMemory, KvTransport, ReadState, StagingPool, TransportError
+from batonlm.v1 import handover_pb2 as pb
 from tests.kv.neighbours import Neighbour, neighbour
 from tests.kv.ring_process import fill, make
 from tests.shared_memory import abandoned

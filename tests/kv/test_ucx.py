@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.transfer.kv_chunk import POLY, XXH3
-from baton.transfer.ucx import KvNetwork, Ucx, choose, disjoint, expand
+from batonlm.core.errors import InvalidArgument
+from batonlm.transfer.kv_chunk import POLY, XXH3
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose, disjoint, expand
 
 LOCAL, ISOLATED, TRUSTED = KvNetwork
 SHARED = {"posix", "sysv", "xpmem", "knem", "cma"}

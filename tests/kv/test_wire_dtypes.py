@@ -15,12 +15,12 @@ import grpc
 import pytest
 import torch
 
-from baton.core.errors import Incompatible
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.engine.kv.cache import KvCache
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.transports import Staging
+from batonlm.core.errors import Incompatible
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.engine.kv.cache import KvCache
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import KvReceiver, TransferRequest
+from batonlm.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, identity
 from tests.kv.wire_process import (
     BLOCK_SIZE,

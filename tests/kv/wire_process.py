@@ -15,12 +15,12 @@ from contextlib import AsyncExitStack
 import grpc
 import torch
 
-from baton.core.request.model import KvLayout
-from baton.engine.kv.cache import KvCache
-from baton.rpc.errors import ErrorInterceptor
-from baton.transfer.sender import KvSender
-from baton.transfer.transports import Staging
-from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.core.request.model import KvLayout
+from batonlm.engine.kv.cache import KvCache
+from batonlm.rpc.errors import ErrorInterceptor
+from batonlm.transfer.sender import KvSender
+from batonlm.transfer.transports import Staging
+from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 from tests.kv.rig import BUFFER_BYTES, TOKENS, identity
 
 CPU = torch.device("cpu")

@@ -8,10 +8,6 @@ from typing import Any
 
 import grpc
 
-from baton.cli.access import Access
-from baton.rpc.server import PUBLIC_STREAMS
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
 from baton_loadtest.drive import (
     ANSWERED,
     REFUSED,
@@ -22,6 +18,10 @@ from baton_loadtest.drive import (
     TokenIds,
 )
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
+from batonlm.cli.access import Access
+from batonlm.rpc.server import PUBLIC_STREAMS
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc
 
 
 class Inference(inference_pb2_grpc.InferenceServicer):

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 import trustme
 
-from baton.cli.http_client import ConnectionLost, Unreachable, trust
-from baton.core.errors import InvalidArgument
 from baton_loadtest.drive import HttpConnection
+from batonlm.cli.http_client import ConnectionLost, Unreachable, trust
+from batonlm.core.errors import InvalidArgument
 
 REQUEST = b"GET / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"

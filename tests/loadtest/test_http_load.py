@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cli.access import Access
-from baton.core.errors import InvalidArgument
 from baton_loadtest.bench.known_server import KnownServer, Latencies, known
 from baton_loadtest.drive import (
     ANSWERED,
@@ -24,6 +22,8 @@ from baton_loadtest.drive import (
     TokenIds,
 )
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
+from batonlm.cli.access import Access
+from batonlm.core.errors import InvalidArgument
 
 
 @asynccontextmanager

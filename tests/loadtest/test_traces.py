@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest import traces
 from baton_loadtest.traces import BLOCK, Recorded
+from batonlm.core.errors import InvalidArgument
 
 GOOD = '{"timestamp": 1500, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}'
 COLUMNS = "TIMESTAMP,ContextTokens,GeneratedTokens"

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from model.corpus import Example, evaluation_set
 from model.evaluate import greedy, judge, load, tally
 
-FOLDER = Path(__file__).parents[2] / "services/baton/models/baton-tiny"
+FOLDER = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 #: Neither the training run nor the model card has seen these questions.
 FRESH_SEED, SLOW_SEED = 60_221, 66_260
 

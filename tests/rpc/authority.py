@@ -9,8 +9,8 @@ from pathlib import Path
 
 import trustme
 
-from baton.rpc.peers import server_name
-from baton.rpc.tls import Certificates
+from batonlm.rpc.peers import server_name
+from batonlm.rpc.tls import Certificates
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from baton.rpc.channels import Channels
-from baton.rpc.server import ProcessServer
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.server import ProcessServer
 from tests.rpc.echo import Echo
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from baton.rpc.server import Service
+from batonlm.rpc.server import Service
 
 NAME = "test.Echo"
 

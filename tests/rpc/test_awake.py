@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.rpc.loop import LONGEST_TURN_S, TICK_S, AwakeClock
+from batonlm.rpc.loop import LONGEST_TURN_S, TICK_S, AwakeClock
 
 
 def test_it_goes_as_time_does_while_the_loop_comes_round() -> None:

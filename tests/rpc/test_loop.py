@@ -9,7 +9,7 @@ import socket
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from baton.rpc.loop import Loop
+from batonlm.rpc.loop import Loop
 
 
 class PollerCompletionQueue:

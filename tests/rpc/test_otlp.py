@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from baton.cli.ports import free_ports
-from baton.core.observe.stages import TraceContext
-from baton.rpc.options import ProcessOptions
-from baton.rpc.otel import SAY_EVERY_S, OtelLogs, otlp_tracer
-from baton.rpc.tracing import OFF, Kind
+from batonlm.cli.ports import free_ports
+from batonlm.core.observe.stages import TraceContext
+from batonlm.rpc.options import ProcessOptions
+from batonlm.rpc.otel import SAY_EVERY_S, OtelLogs, otlp_tracer
+from batonlm.rpc.tracing import OFF, Kind
 from tests.receiver import receiver
 
 PATIENCE_S = 30.0
@@ -100,7 +100,7 @@ def test_nobody_there_holds_nobody_up(who: str, request: pytest.FixtureRequest) 
 )
 def test_a_process_says_it_once_and_without_keys(nobody: str, header: str, trouble: str) -> None:
     program = (
-        "from baton.rpc import logs; from baton.rpc.otel import otlp_tracer\n"
+        "from batonlm.rpc import logs; from batonlm.rpc.otel import otlp_tracer\n"
         "logs.setup('router', 'debug')\n"
         f"tracer = otlp_tracer({nobody!r}, 1.0, 'router', 'i')\n"
         "for _ in range(20_000): tracer.begin('a').end()\n"

@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.rpc.calls import abandon
-from baton.v1 import handover_pb2 as pb
-from baton.v1.handover_pb2_grpc import (
+from batonlm.rpc.calls import abandon
+from batonlm.v1 import handover_pb2 as pb
+from batonlm.v1.handover_pb2_grpc import (
     HandoverServicer,
     HandoverStub,
     add_HandoverServicer_to_server,

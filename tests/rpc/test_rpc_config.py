@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.rpc.config import describe, load, option
+from batonlm.core.errors import InvalidArgument
+from batonlm.rpc.config import describe, load, option
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,5 +229,5 @@ def test_describe_is_one_line_that_can_be_given_back() -> None:
 
 
 def test_reading_configuration_loads_no_grpc() -> None:
-    code = "import sys, baton.rpc.config; sys.exit('grpc' in sys.modules)"
+    code = "import sys, batonlm.rpc.config; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

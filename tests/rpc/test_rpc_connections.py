@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.rpc.channels import Channels
-from baton.rpc.server import ProcessServer, PublicLimits
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.server import ProcessServer, PublicLimits
 from tests.rpc.echo import Echo, call, stream
 
 GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

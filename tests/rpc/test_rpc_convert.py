@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument, Reason, from_reason
-from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.request.request import (
+from batonlm.core.errors import InvalidArgument, Reason, from_reason
+from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.request.request import (
     FinishReason,
     Grammar,
     GrammarKind,
     SamplingParams,
     StopParams,
 )
-from baton.rpc import convert
-from baton.v1 import types_pb2 as pb
+from batonlm.rpc import convert
+from batonlm.v1 import types_pb2 as pb
 
 uint32 = st.integers(0, 2**32 - 1)
 token_id = st.integers(0, 2**31 - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.rpc.model_folder import FILES, tokenizer_digest
+from batonlm.rpc.model_folder import FILES, tokenizer_digest
 
 
 def folder(path: Path, files: dict[str, str]) -> str:

@@ -8,8 +8,8 @@ from google.rpc import error_details_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import Overloaded, Reason, from_reason
-from baton.rpc.errors import (
+from batonlm.core.errors import Overloaded, Reason, from_reason
+from batonlm.rpc.errors import (
     DETAILS_KEY,
     DOMAIN,
     TABLE,

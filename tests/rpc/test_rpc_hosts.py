@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.rpc.address import AllowedHosts
+from batonlm.core.errors import InvalidArgument
+from batonlm.rpc.address import AllowedHosts
 
 OWN = (
     "localhost", "localhost:8000", "LocalHost:1", "localhost.", "a.localhost", "b.a.localhost:80",

@@ -8,8 +8,8 @@ import logging
 import grpc
 import pytest
 
-from baton.core.errors import Overloaded
-from baton.rpc.errors import from_rpc_error
+from batonlm.core.errors import Overloaded
+from batonlm.rpc.errors import from_rpc_error
 from tests.rpc.echo import METHODS, Echo, call, stream, talk, unary
 
 SERVED_WITHIN_S = 10
@@ -45,7 +45,7 @@ async def test_a_bug_is_logged_and_not_told(
     assert failed.value.details() == "internal error"
     trailers = b"".join(v for _, v in failed.value.trailing_metadata() if isinstance(v, bytes))
     assert b"secret" not in trailers
-    (record,) = [r for r in caplog.records if r.name == "baton.rpc.errors"]
+    (record,) = [r for r in caplog.records if r.name == "batonlm.rpc.errors"]
     assert "secret" in caplog.text
     assert vars(record)["request_id"].encode() in trailers
 
@@ -57,7 +57,7 @@ async def test_a_bug_is_logged_under_the_callers_request_id(
     echo.error = ValueError()
     with pytest.raises(grpc.aio.AioRpcError):
         await unary(channel)(b"", metadata=grpc.aio.Metadata(("x-request-id", sent)))
-    (record,) = [r for r in caplog.records if r.name == "baton.rpc.errors"]
+    (record,) = [r for r in caplog.records if r.name == "batonlm.rpc.errors"]
     assert (vars(record)["request_id"] == sent) is kept
 
 

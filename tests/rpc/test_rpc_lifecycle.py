@@ -12,15 +12,15 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from baton.rpc.lifecycle import PARENT_VARIABLE, new_instance_id
+from batonlm.rpc.lifecycle import PARENT_VARIABLE, new_instance_id
 
 WITHIN_S = 20
 
 PROGRAM = """
 import asyncio, sys, time
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.rpc import lifecycle, logs
-from baton.rpc.server import ProcessServer, Service
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.rpc import lifecycle, logs
+from batonlm.rpc.server import ProcessServer, Service
 
 async def main():
     kind, listen = sys.argv[1], sys.argv[2]

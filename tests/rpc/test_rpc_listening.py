@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from baton.rpc.server import stop_listening
+from batonlm.rpc.server import stop_listening
 
 
 def test_newcomers_are_refused_and_others_go_on() -> None:

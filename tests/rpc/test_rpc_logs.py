@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from baton.rpc.logs import JsonFormatter, LineFormatter
+from batonlm.rpc.logs import JsonFormatter, LineFormatter
 
 INSTANCE_ID = "0123456789abcdef" * 2
 
@@ -63,7 +63,7 @@ def test_an_exception_comes_along(
 
 def test_setup_writes_to_stderr_from_a_level_on() -> None:
     code = (
-        "import logging; from baton.rpc.logs import setup; setup('router', 'info');"
+        "import logging; from batonlm.rpc.logs import setup; setup('router', 'info');"
         "logging.debug('hidden'); logging.info('shown')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

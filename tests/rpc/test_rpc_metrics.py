@@ -16,11 +16,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.core.errors import InvalidArgument
-from baton.core.observe.timings import Durations
-from baton.rpc import metrics
-from baton.rpc.address import PortInUse, split
-from baton.rpc.metrics import MAX_CONNECTIONS, MetricsServer
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.observe.timings import Durations
+from batonlm.rpc import metrics
+from batonlm.rpc.address import PortInUse, split
+from batonlm.rpc.metrics import MAX_CONNECTIONS, MetricsServer
 
 
 @pytest.fixture

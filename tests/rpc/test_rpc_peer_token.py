@@ -11,12 +11,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.rpc import config, peers
-from baton.rpc.channels import Channels, open_channel
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.options import TlsOptions
-from baton.rpc.server import ProcessServer
+from batonlm.core.errors import InvalidArgument, Unauthenticated
+from batonlm.rpc import config, peers
+from batonlm.rpc.channels import Channels, open_channel
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.options import TlsOptions
+from batonlm.rpc.server import ProcessServer
 from tests.rpc.authority import Authority
 from tests.rpc.echo import METHODS, Echo, call, unary
 

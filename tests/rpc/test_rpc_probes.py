@@ -9,9 +9,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.ports import free_ports
-from baton.rpc.address import PortInUse
-from baton.rpc.server import Probes, ProcessServer
+from batonlm.cli.ports import free_ports
+from batonlm.rpc.address import PortInUse
+from batonlm.rpc.server import Probes, ProcessServer
 from tests.rpc.echo import NAME, Echo
 
 Status = health_pb2.HealthCheckResponse

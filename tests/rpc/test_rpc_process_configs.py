@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from baton.detokenizer.config import DetokenizerConfig
-from baton.router.config import RouterConfig
-from baton.rpc.config import describe, load, options_of, parse
-from baton.tokenizer.config import TokenizerConfig
-from baton.worker.options import DecodeConfig, PrefillConfig
+from batonlm.detokenizer.config import DetokenizerConfig
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.config import describe, load, options_of, parse
+from batonlm.tokenizer.config import TokenizerConfig
+from batonlm.worker.options import DecodeConfig, PrefillConfig
 
 CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, DetokenizerConfig)
 

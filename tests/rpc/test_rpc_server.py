@@ -12,11 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.rpc.address import PortInUse
-from baton.rpc.channels import INTERNAL_MESSAGE_BYTES, Channels
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import PUBLIC_RECEIVE_BYTES, Probes, ProcessServer
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.rpc.address import PortInUse
+from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, Channels
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.server import PUBLIC_RECEIVE_BYTES, Probes, ProcessServer
 from tests.rpc.echo import NAME, Echo, call, stream, unary
 
 Response = health_pb2.HealthCheckResponse

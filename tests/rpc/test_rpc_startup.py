@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.rpc.server import Startup, process_age_s
+from batonlm.rpc.server import Startup, process_age_s
 
 
 class Clock:

@@ -16,14 +16,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.ports import free_ports
-from baton.core.errors import Internal, InvalidArgument
-from baton.rpc import tls
-from baton.rpc.channels import Channels, open_channel
-from baton.rpc.options import TlsOptions
-from baton.rpc.peers import CALLERS, ROLES
-from baton.rpc.server import Probes, ProcessServer, Service
-from baton.rpc.tls import Certificates
+from batonlm.cli.ports import free_ports
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.rpc import tls
+from batonlm.rpc.channels import Channels, open_channel
+from batonlm.rpc.options import TlsOptions
+from batonlm.rpc.peers import CALLERS, ROLES
+from batonlm.rpc.server import Probes, ProcessServer, Service
+from batonlm.rpc.tls import Certificates
 from tests.rpc.authority import Authority, Files
 
 PATIENCE_S = 20.0
@@ -304,9 +304,9 @@ async def test_health_alone_answers_in_plain_text_where_that_was_said(
 
 
 def test_ports_and_channels_are_opened_in_one_place() -> None:
-    import baton
+    import batonlm
 
-    folder = Path(next(iter(baton.__path__)))
+    folder = Path(next(iter(batonlm.__path__)))
     words = ("insecure_channel", "secure_channel", "insecure_port", "secure_port")
     found = {
         path.relative_to(folder).as_posix()

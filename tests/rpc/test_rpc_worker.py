@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.core.kvcache.cache_events import CacheBatch, CacheLog, Change
-from baton.core.kvcache.prefix import HASH_BYTES
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, Change
+from batonlm.core.kvcache.prefix import HASH_BYTES
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import (
     UNMEASURED,
     TenantUse,
     WorkerDescription,
@@ -24,11 +24,11 @@ from baton.core.routing.load import (
     WorkerSpeed,
     WorkerState,
 )
-from baton.rpc import worker
-from baton.rpc.channels import Channels
-from baton.rpc.server import ProcessServer
-from baton.v1 import types_pb2, worker_pb2_grpc
-from baton.v1 import worker_pb2 as pb
+from batonlm.rpc import worker
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.server import ProcessServer
+from batonlm.v1 import types_pb2, worker_pb2_grpc
+from batonlm.v1 import worker_pb2 as pb
 from tests.core.cache_replica import CacheReplica
 
 WITHIN_S = 10

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from baton.core.errors import Cancelled, Internal, InvalidArgument, Overloaded
-from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.rpc.options import ProcessOptions, ServingOptions
-from baton.rpc.tracing import (
+from batonlm.core.errors import Cancelled, Internal, InvalidArgument, Overloaded
+from batonlm.core.observe.stages import UNTRACED, TraceContext
+from batonlm.rpc.options import ProcessOptions, ServingOptions
+from batonlm.rpc.tracing import (
     NO_SPAN,
     OFF,
     Kind,
@@ -150,8 +150,8 @@ def test_what_cannot_be_an_endpoint_is_refused(endpoint: str) -> None:
 
 def test_off_loads_nothing() -> None:
     program = (
-        "import sys; from baton.rpc.options import ProcessOptions; "
-        "from baton.rpc.tracing import OFF; "
+        "import sys; from batonlm.rpc.options import ProcessOptions; "
+        "from batonlm.rpc.tracing import OFF; "
         "assert ProcessOptions().tracer('router', 'i') is OFF; "
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
@@ -161,10 +161,10 @@ def test_off_loads_nothing() -> None:
 def test_what_is_not_installed_is_named() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None; "
-        "from baton.rpc.options import ProcessOptions; "
+        "from batonlm.rpc.options import ProcessOptions; "
         "ProcessOptions(otlp_endpoint='http://127.0.0.1:1').tracer('router', 'i')"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
-    assert "pip install 'baton[otel]'" in done.stderr
+    assert "pip install 'batonlm[otel]'" in done.stderr

@@ -15,22 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.observe.stages import TraceContext
-from baton.core.request.attempt import Attempt
-from baton.rpc.convert import attempt_to_proto
-from baton.rpc.tracing import metadata_of
-from baton.v1 import detokenizer_pb2, prefill_pb2, tokenizer_pb2
-from baton.v1.decode_pb2_grpc import DecodeStub
-from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
-from baton.v1.prefill_pb2_grpc import PrefillStub
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from batonlm.core.observe.stages import TraceContext
+from batonlm.core.request.attempt import Attempt
+from batonlm.rpc.convert import attempt_to_proto
+from batonlm.rpc.tracing import metadata_of
+from batonlm.v1 import detokenizer_pb2, prefill_pb2, tokenizer_pb2
+from batonlm.v1.decode_pb2_grpc import DecodeStub
+from batonlm.v1.detokenizer_pb2_grpc import DetokenizerStub
+from batonlm.v1.prefill_pb2_grpc import PrefillStub
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.receiver import Received, Receiver, receiver
 from tests.services.tokenizer.started import started
 from tests.services.worker.pair import PATIENCE_S, attempt
 from tests.services.worker.processes import worker
 from tests.services.worker.router_end import RouterEnd
 
-MODEL = Path(str(files("baton"))) / "models" / "baton-tiny"
+MODEL = Path(str(files("batonlm"))) / "models" / "baton-tiny"
 THEIRS = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
 
 
@@ -83,7 +83,7 @@ async def test_detokenizer(exported: Receiver) -> None:
 @pytest.mark.deep
 async def test_prefill(exported: Receiver) -> None:
     flags = ("--otlp-endpoint", exported.endpoint)
-    async with worker("baton.prefill", MODEL, *flags) as process:
+    async with worker("batonlm.prefill", MODEL, *flags) as process:
         run = prefill_pb2.RunRequest(attempt=attempt_to_proto(one()))
         await PrefillStub(process.channel).Run(run)
         await process.idle()
@@ -97,7 +97,7 @@ async def test_prefill(exported: Receiver) -> None:
 @pytest.mark.deep
 async def test_decode(exported: Receiver) -> None:
     flags = ("--otlp-endpoint", exported.endpoint)
-    async with worker("baton.decode", MODEL, *flags) as process:
+    async with worker("batonlm.decode", MODEL, *flags) as process:
         router = RouterEnd(DecodeStub(process.channel), process.identity, process.identity)
         await router.connect()
         await router.start(one())
@@ -114,7 +114,7 @@ async def test_decode(exported: Receiver) -> None:
 @pytest.mark.deep
 async def test_router(exported: Receiver) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.router", "--wait-timeout-s", "0"),
+        *(sys.executable, "-m", "batonlm.router", "--wait-timeout-s", "0"),
         *("--otlp-endpoint", exported.endpoint, "--trace-sample-share", "0"),
         stdout=asyncio.subprocess.PIPE,
     )

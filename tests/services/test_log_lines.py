@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import baton
+import batonlm
 
 PACKAGES = (
     *("router", "tokenizer", "prefill", "decode", "detokenizer"),
@@ -58,7 +58,7 @@ def test_lines_say_whose_they_are() -> None:
 
 def _nameless() -> Iterator[tuple[str, int]]:
     """Files with log calls that pass nothing as `extra`, and the last one's line."""
-    root = Path(next(iter(baton.__path__)))
+    root = Path(next(iter(batonlm.__path__)))
     for package in PACKAGES:
         for file in sorted((root / package).rglob("*.py")):
             for call in _log_calls(ast.parse(file.read_text())):

@@ -1,6 +1,6 @@
 """An engine without a thread: the real loop, scheduler and runner, stepped by timers.
 
-Takes the place of `baton.engine.thread.EngineThread`, whose calls it offers.
+Takes the place of `batonlm.engine.thread.EngineThread`, whose calls it offers.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import ModelRunner
-from baton.core.scheduler.sequence_table import Load
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.core.scheduler.sequence_table import Load
 from tests.sim.hosts import Host
 
 T = TypeVar("T")

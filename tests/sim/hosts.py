@@ -8,7 +8,7 @@ from contextvars import Context, ContextVar
 from itertools import count
 from typing import Any, Protocol
 
-from baton.rpc.tracing import OFF, Tracer
+from batonlm.rpc.tracing import OFF, Tracer
 
 CURRENT: ContextVar[Host | None] = ContextVar("host", default=None)
 

@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from baton.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
-from baton.core.handover.table import LIMITS, SenderState
-from baton.core.request.attempt import ChoiceTokens
-from baton.transfer.kv_chunk import Unpack
-from baton.transfer.receiver import Collected, Reserve, TransferRequest, as_handover_failure
-from baton.transfer.stream import NO_NAMES, Names
+from batonlm.core.errors import BatonError, Cancelled, HandoverFailed, Overloaded
+from batonlm.core.handover.table import LIMITS, SenderState
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.transfer.kv_chunk import Unpack
+from batonlm.transfer.receiver import Collected, Reserve, TransferRequest, as_handover_failure
+from batonlm.transfer.stream import NO_NAMES, Names
 from tests.sim.hosts import Host
 from tests.sim.network import Network
 
@@ -103,7 +103,7 @@ class KvNetwork:
 
 
 class SimSender:
-    """In place of `baton.transfer.sender.KvSender`."""
+    """In place of `batonlm.transfer.sender.KvSender`."""
 
     probing = False
 
@@ -139,7 +139,7 @@ class SimSender:
 
 
 class SimReceiver:
-    """In place of `baton.transfer.receiver.KvReceiver`."""
+    """In place of `batonlm.transfer.receiver.KvReceiver`."""
 
     probing = False
 

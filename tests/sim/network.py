@@ -18,9 +18,9 @@ from typing import Any
 
 import grpc
 
-from baton.core.errors import BatonError, Internal, Unavailable
-from baton.rpc.errors import DETAILS_KEY, grpc_code, to_status
-from baton.v1.decode_pb2 import SessionRequest, SessionResponse
+from batonlm.core.errors import BatonError, Internal, Unavailable
+from batonlm.rpc.errors import DETAILS_KEY, grpc_code, to_status
+from batonlm.v1.decode_pb2 import SessionRequest, SessionResponse
 from tests.sim.hosts import Host
 
 UP, DOWN = 0, 1
@@ -305,7 +305,7 @@ class Channel:
 
 
 class SimChannels:
-    """In place of `baton.rpc.channels.Channels`."""
+    """In place of `batonlm.rpc.channels.Channels`."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

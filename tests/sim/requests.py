@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from random import Random
 
-from baton.core.request.attempt import Attempt
-from baton.core.request.request import Request, SamplingParams, StopParams, TokenPrompt
-from baton.detokenizer.text import DetokenizeOptions, StreamedText
-from baton.router.request.texts import PROMPT_TAIL
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.request import Request, SamplingParams, StopParams, TokenPrompt
+from batonlm.detokenizer.text import DetokenizeOptions, StreamedText
+from batonlm.router.request.texts import PROMPT_TAIL
 from tests.core.attempts import VOCAB_SIZE, expected
 from tests.sim.workers import vocabulary
 

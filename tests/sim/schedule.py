@@ -19,17 +19,17 @@ from unittest import mock
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.tenant_budgets import Limit, Refusal
-from baton.core.errors import BatonError, Reason
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import Delta
-from baton.router.config import RouterConfig
-from baton.router.observe.metrics import RouterMetrics
-from baton.router.request.migration import Migrator
-from baton.router.request.pipeline import Pipeline
-from baton.router.workers.discovery import StaticDiscovery
-from baton.router.workers.fleet import Fleet
-from baton.rpc.tracing import OFF
+from batonlm.core.admission.tenant_budgets import Limit, Refusal
+from batonlm.core.errors import BatonError, Reason
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import Delta
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.request.migration import Migrator
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.workers.discovery import StaticDiscovery
+from batonlm.router.workers.fleet import Fleet
+from batonlm.rpc.tracing import OFF
 from tests.sim import virtual_loop
 from tests.sim.disturbances import Disturbances, Machine
 from tests.sim.hosts import Host, start_tracking
@@ -257,9 +257,9 @@ def _errors(report: Report) -> Iterator[None]:
     root.setLevel(logging.ERROR)
     try:
         with (
-            mock.patch("baton.rpc.worker.COALESCE_S", 0.6),
-            mock.patch("baton.decode.servicer.HEARTBEAT_S", 0.9),
-            mock.patch("baton.detokenizer.servicer.HEARTBEAT_S", 0.9),
+            mock.patch("batonlm.rpc.worker.COALESCE_S", 0.6),
+            mock.patch("batonlm.decode.servicer.HEARTBEAT_S", 0.9),
+            mock.patch("batonlm.detokenizer.servicer.HEARTBEAT_S", 0.9),
             suppress(asyncio.CancelledError),
         ):
             yield

@@ -15,13 +15,13 @@ from unittest import mock
 
 import pytest
 
-from baton.core.request import attempt, request_state
-from baton.core.request.attempt import ChoiceTokens
-from baton.core.routing.failures import Quarantine
-from baton.router.request.texts import ChoiceOutput
-from baton.router.workers.clients import PrefillClient
-from baton.router.workers.decode_session import DecodeSession
-from baton.router.workers.fleet import Worker
+from batonlm.core.request import attempt, request_state
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.core.routing.failures import Quarantine
+from batonlm.router.request.texts import ChoiceOutput
+from batonlm.router.workers.clients import PrefillClient
+from batonlm.router.workers.decode_session import DecodeSession
+from batonlm.router.workers.fleet import Worker
 from tests.sim import schedule
 
 FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))

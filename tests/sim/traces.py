@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.sdk.trace import ReadableSpan
 
-from baton.rpc.tracing import Tracer
+from batonlm.rpc.tracing import Tracer
 from tests.recorded import Recorded, is_below
 
 ABOVE = {

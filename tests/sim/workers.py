@@ -14,25 +14,25 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import TokenPrompt
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.decode.service import DecodeService
-from baton.decode.servicer import DecodeServicer
-from baton.detokenizer.servicer import DetokenizerServicer
-from baton.detokenizer.vocabulary import Vocabulary
-from baton.grammar.book import GrammarBook
-from baton.prefill.service import PrefillService, PrefillServicer
-from baton.rpc.lifecycle import new_instance_id
-from baton.rpc.worker import WorkerServicer
-from baton.tokenizer.encoder import Asked, Encoded
-from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
-from baton.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
-from baton.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from baton.worker.report import describe
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.request.request import TokenPrompt
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.decode.service import DecodeService
+from batonlm.decode.servicer import DecodeServicer
+from batonlm.detokenizer.servicer import DetokenizerServicer
+from batonlm.detokenizer.vocabulary import Vocabulary
+from batonlm.grammar.book import GrammarBook
+from batonlm.prefill.service import PrefillService, PrefillServicer
+from batonlm.rpc.lifecycle import new_instance_id
+from batonlm.rpc.worker import WorkerServicer
+from batonlm.tokenizer.encoder import Asked, Encoded
+from batonlm.tokenizer.grammar_checker import Checker
+from batonlm.tokenizer.servicer import BatchExecutor, TokenizerServicer
+from batonlm.v1 import decode_pb2_grpc, detokenizer_pb2_grpc, prefill_pb2_grpc, tokenizer_pb2_grpc
+from batonlm.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from batonlm.worker.report import describe
 from tests.core.attempts import VOCAB_SIZE, decode_loop, prefill_loop
 from tests.sim.engine import SimEngine
 from tests.sim.hosts import Host
@@ -151,7 +151,7 @@ START: dict[str, Start] = {
 @cache
 def vocabulary() -> Vocabulary:
     """The bundled model's."""
-    return Vocabulary.load(Path(str(files("baton"))) / "models" / "baton-tiny")
+    return Vocabulary.load(Path(str(files("batonlm"))) / "models" / "baton-tiny")
 
 
 def _watch_engine(

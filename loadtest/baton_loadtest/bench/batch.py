@@ -19,12 +19,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.layout import UpOptions
-from baton.core.errors import BatonError
 from baton_loadtest.bench.options import MODEL, option
 from baton_loadtest.drive import answers, random_prompts
 from baton_loadtest.launch import RunningBaton, environment, fleet, say, stay_off_the_engine
 from baton_loadtest.report import Report, Result, at_most, compared, ms
+from batonlm.cli.layout import UpOptions
+from batonlm.core.errors import BatonError
 
 PLOTS = False
 OPTIONS = (
@@ -124,7 +124,7 @@ async def _turn(
 async def _batch(running: RunningBaton, given: Path, out: Path) -> AsyncIterator[None]:
     """Runs the command. The block begins when lines are answered, and its end sends Ctrl-C."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.cli.main", "batch", str(given), str(out)),
+        *(sys.executable, "-m", "batonlm.cli.main", "batch", str(given), str(out)),
         *("--http", running.layout.http.removeprefix("http://")),
         stderr=asyncio.subprocess.DEVNULL,
     )

@@ -53,9 +53,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """job: model, threads, rounds. Returns bytes, and times by figure and way, in seconds."""
     import torch
 
-    from baton.engine import loader
-    from baton.engine.config import EngineConfig
-    from baton.engine.digest import model_digest
+    from batonlm.engine import loader
+    from batonlm.engine.config import EngineConfig
+    from batonlm.engine.digest import model_digest
 
     torch.set_num_threads(job["threads"])
     folder = Path(job["model"])

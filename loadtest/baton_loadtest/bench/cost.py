@@ -17,21 +17,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from baton.core.errors import BatonError, InvalidArgument
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt
-from baton.core.request.model import ModelDescription
-from baton.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTokens
-from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.rpc.loop import freeze_garbage
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engines import BLOCK_SIZE, EVERYTHING, StepTimer, attempt
 from baton_loadtest.bench.options import DEVICE, engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, quantile
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTokens
+from batonlm.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.rpc.loop import freeze_garbage
 
 PLOTS = True
 OPTIONS = (

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from baton.cli.access import Access
-from baton.cli.layout import UpOptions
-from baton.core.errors import BatonError
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import TRANSPORT, engine, option
 from baton_loadtest.drive import (
@@ -34,6 +31,9 @@ from baton_loadtest.drive import (
 )
 from baton_loadtest.launch import RunningBaton, fleet, say
 from baton_loadtest.report import Bars, Report, Result, compared, ms
+from batonlm.cli.access import Access
+from batonlm.cli.layout import UpOptions
+from batonlm.core.errors import BatonError
 
 PLOTS = True
 OPTIONS = (

@@ -19,13 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from baton.core.scheduler.plan import ModelRunner
 from baton_loadtest.bench import engines, peers
 from baton_loadtest.bench.engines import EngineRequests, StepTimer
 from baton_loadtest.bench.options import engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import ContenderFailed, call, cores, say
 from baton_loadtest.report import Bars, Report, Result, at_most, compared
+from batonlm.core.scheduler.plan import ModelRunner
 
 PLOTS = True
 OPTIONS = (

@@ -21,21 +21,21 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.cli.layout import resolve_model
-from baton.core.errors import BatonError
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import AttemptFailed, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
-from baton.core.scheduler.policy import QueueLimit, SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.config import EngineConfig, configure_threads
 from baton_loadtest.launch import call, say
+from batonlm.cli.layout import resolve_model
+from batonlm.core.errors import BatonError
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import AttemptFailed, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
+from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.config import EngineConfig, configure_threads
 
 if TYPE_CHECKING:
-    from baton.engine.runner import TorchRunner
+    from batonlm.engine.runner import TorchRunner
 
 BUILD_DEADLINE_S = 300.0
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -239,7 +239,7 @@ def open_runner(
     first one in a process."""
     if "torch" not in sys.modules:
         configure_threads(threads)
-    from baton.engine.runner import TorchRunner
+    from batonlm.engine.runner import TorchRunner
 
     return TorchRunner.load(
         EngineConfig(

@@ -22,16 +22,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from baton.cli.access import Access
-from baton.cli.http_client import ConnectionLost
-from baton.cli.layout import UpOptions
-from baton.core.errors import BatonError
 from baton_loadtest.bench.options import option
 from baton_loadtest.bench.overload import LOAD_OPTIONS, MIB, FleetLoad, Phase, Stream, StreamLoad
 from baton_loadtest.child import answer
 from baton_loadtest.drive import ANSWERED, HttpLoadClient
 from baton_loadtest.launch import fleet, peer, say, stay_off_the_engine
 from baton_loadtest.report import Report, Result, at_most, compared, ms
+from batonlm.cli.access import Access
+from batonlm.cli.http_client import ConnectionLost
+from batonlm.cli.layout import UpOptions
+from batonlm.core.errors import BatonError
 
 PLOTS = False
 OPTIONS = (*LOAD_OPTIONS, option("--seconds", 40.0, "of each load"))
@@ -195,7 +195,7 @@ def _new_key(file: Path, tenant: str, *limits: str) -> str:
     """Creates a key as an operator does; limits are those of the tenant with all its keys."""
     words = ["keys", "new", "--tenant", tenant, *limits, str(file)]
     done = subprocess.run(
-        [sys.executable, "-m", "baton.cli.main", *words], capture_output=True, text=True
+        [sys.executable, "-m", "batonlm.cli.main", *words], capture_output=True, text=True
     )
     if done.returncode:
         raise BatonError(f"no key could be made: {done.stderr.strip()}")

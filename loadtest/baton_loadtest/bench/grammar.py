@@ -21,16 +21,16 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from baton.cli.layout import resolve_model
-from baton.core.request.request import Grammar, GrammarKind, SamplingParams
-from baton.core.scheduler.plan import Matcher, ModelRunner
-from baton.grammar.book import Compiled
-from baton.grammar.compiler import compile_grammar, load_vocabulary
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, ms
+from batonlm.cli.layout import resolve_model
+from batonlm.core.request.request import Grammar, GrammarKind, SamplingParams
+from batonlm.core.scheduler.plan import Matcher, ModelRunner
+from batonlm.grammar.book import Compiled
+from batonlm.grammar.compiler import compile_grammar, load_vocabulary
 
 PLOTS = True
 OPTIONS = (

@@ -14,18 +14,18 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.model import KvLayout
-from baton.engine.config import MIB
-from baton.transfer import nixl
-from baton.transfer.kv_chunk import POLY, XXH3
-from baton.worker.staging import BUFFER_BYTES, NUM_BUFFERS
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.kv_moves import NO_DIGEST, run_moves
 from baton_loadtest.bench.kv_overlap import run_overlap
 from baton_loadtest.bench.options import engine, option, values
 from baton_loadtest.launch import call, cores, pinned
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import KvLayout
+from batonlm.engine.config import MIB
+from batonlm.transfer import nixl
+from batonlm.transfer.kv_chunk import POLY, XXH3
+from batonlm.worker.staging import BUFFER_BYTES, NUM_BUFFERS
 
 PLOTS = True
 OPTIONS = (

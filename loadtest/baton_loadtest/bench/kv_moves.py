@@ -18,17 +18,19 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from baton.cli.ports import HOST, free_ports
-from baton.core.handover.table import KvChunkRange
-from baton.core.kvcache.block_pool import Extents
-from baton.core.request.attempt import ChoiceTokens, SequenceKey
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.engine.kv.cache import KvCache
-from baton.engine.thread import CopyThread
-from baton.rpc.channels import Channels
-from baton.rpc.loop import Loop
-from baton.rpc.server import ProcessServer, Service
-from baton.transfer.kv_chunk import (
+from baton_loadtest.child import answer, progress
+from baton_loadtest.launch import Peer, peer
+from batonlm.cli.ports import HOST, free_ports
+from batonlm.core.handover.table import KvChunkRange
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.engine.kv.cache import KvCache
+from batonlm.engine.thread import CopyThread
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.loop import Loop
+from batonlm.rpc.server import ProcessServer, Service
+from batonlm.transfer.kv_chunk import (
     DIGEST_BYTES,
     HEADER_BYTES,
     POLY,
@@ -36,17 +38,15 @@ from baton.transfer.kv_chunk import (
     Sealer,
     positions_per_kv_chunk,
 )
-from baton.transfer.loopback import LoopbackTransport
-from baton.transfer.nixl import NixlTransport
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
-from baton.transfer.sender import KvSender
-from baton.transfer.staging import ALIGNMENT, KvTransport, ReadState, StagingPool
-from baton.transfer.transports import Staging
-from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
-from baton.v1 import handover_pb2, handover_pb2_grpc
-from baton_loadtest.child import answer, progress
-from baton_loadtest.launch import Peer, peer
+from batonlm.transfer.loopback import LoopbackTransport
+from batonlm.transfer.nixl import NixlTransport
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import MAX_IN_FLIGHT, READ_S, KvReceiver, TransferRequest
+from batonlm.transfer.sender import KvSender
+from batonlm.transfer.staging import ALIGNMENT, KvTransport, ReadState, StagingPool
+from batonlm.transfer.transports import Staging
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from batonlm.v1 import handover_pb2, handover_pb2_grpc
 
 BLOCK_SIZE = 16
 ROUNDS = 7

@@ -16,23 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
-from baton.core.errors import BatonError
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.scheduler.events import Event, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
-from baton.decode.service import DecodeService
-from baton.decode.sessions import RouterSession
-from baton.engine.thread import EngineThread
-from baton.grammar.book import GrammarBook
-from baton.prefill.service import PrefillService
-from baton.rpc.channels import Channels
-from baton.rpc.loop import Loop
-from baton.transfer.kv_chunk import Unpack
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
-from baton.transfer.sender import KvSender
 from baton_loadtest.bench.engines import (
     EVERYTHING,
     FIRST_TOKEN,
@@ -45,6 +28,23 @@ from baton_loadtest.bench.engines import (
 from baton_loadtest.bench.kv_moves import add_sender, identity, open_staging
 from baton_loadtest.child import answer, progress
 from baton_loadtest.launch import Peer, peer
+from batonlm.core.errors import BatonError
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.scheduler.events import Event, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.decode.service import DecodeService
+from batonlm.decode.sessions import RouterSession
+from batonlm.engine.thread import EngineThread
+from batonlm.grammar.book import GrammarBook
+from batonlm.prefill.service import PrefillService
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.loop import Loop
+from batonlm.transfer.kv_chunk import Unpack
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
+from batonlm.transfer.sender import KvSender
 
 OUTPUT_TOKENS = 3
 HANDOVER_S = 120.0

@@ -15,9 +15,6 @@ import gc
 import os
 from collections.abc import Sequence
 
-from baton.cli.access import Access
-from baton.core.errors import BatonError
-from baton.rpc.loop import Loop
 from baton_loadtest.bench.known_server import KnownAnswer, Latencies, known
 from baton_loadtest.bench.options import option
 from baton_loadtest.drive import ORDINARY, HttpLoadClient, OpenLoop, TokenIds
@@ -25,6 +22,9 @@ from baton_loadtest.launch import cores, say
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.load.summary import Objectives, Summary
 from baton_loadtest.report import Report, Result, at_most, compared, ms
+from batonlm.cli.access import Access
+from batonlm.core.errors import BatonError
+from batonlm.rpc.loop import Loop
 
 PLOTS = False
 OPTIONS = (

@@ -15,10 +15,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
-from baton.cli.access import Access
-from baton.cli.layout import UpOptions
-from baton.core.errors import BatonError
-from baton.rpc.loop import Loop
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import progress
 from baton_loadtest.drive import (
@@ -37,6 +33,10 @@ from baton_loadtest.drive import (
 from baton_loadtest.launch import RunningBaton, call, fleet, resident_bytes, stay_off_the_engine
 from baton_loadtest.load.scenario import Arrivals, Drawn, Kind, fixed
 from baton_loadtest.report import Report, Result, at_most, compared, ms, quantile
+from batonlm.cli.access import Access
+from batonlm.cli.layout import UpOptions
+from batonlm.core.errors import BatonError
+from batonlm.rpc.loop import Loop
 
 PLOTS = False
 LOAD_OPTIONS = (

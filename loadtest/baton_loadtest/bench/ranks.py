@@ -17,16 +17,16 @@ from itertools import count
 from statistics import median
 from typing import Any
 
-from baton.core.scheduler.plan import ModelRunner, StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.ranks.processes import RankProcesses
-from baton.engine.ranks.runner import RankedRunner
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engines import BLOCK_SIZE, StepTimer
 from baton_loadtest.bench.options import engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import call
 from baton_loadtest.report import Report, Result, at_most
+from batonlm.core.scheduler.plan import ModelRunner, StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.processes import RankProcesses
+from batonlm.engine.ranks.runner import RankedRunner
 
 PLOTS = False
 OPTIONS = (

@@ -30,11 +30,6 @@ from typing import Any
 
 import grpc
 
-from baton.cli.access import Access
-from baton.cli.layout import UpOptions
-from baton.rpc.address import split
-from baton.rpc.channels import PUBLIC_CLIENT, open_channel
-from baton.v1 import inference_pb2_grpc
 from baton_loadtest.bench.options import option
 from baton_loadtest.child import answer
 from baton_loadtest.drive import (
@@ -45,6 +40,11 @@ from baton_loadtest.drive import (
 )
 from baton_loadtest.launch import RunningBaton, environment, fleet, peer, say
 from baton_loadtest.report import Report, Result, at_most, compared, ms
+from batonlm.cli.access import Access
+from batonlm.cli.layout import UpOptions
+from batonlm.rpc.address import split
+from batonlm.rpc.channels import PUBLIC_CLIENT, open_channel
+from batonlm.v1 import inference_pb2_grpc
 
 PLOTS = False
 OPTIONS = (
@@ -95,7 +95,7 @@ def measure(args: argparse.Namespace) -> Report:
         BATON_FAKE_STEP_MS=args.step_ms,
         BATON_STALL_TIMEOUT_S=args.limit_s,
         BATON_MAX_RUNNING=1024,
-        BATON_TEST_CONSTANTS="baton.worker.options.MAX_WAITING=4096",
+        BATON_TEST_CONSTANTS="batonlm.worker.options.MAX_WAITING=4096",
     ):
         return Report(asyncio.run(_measure(args)))
 

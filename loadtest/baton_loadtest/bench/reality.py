@@ -20,9 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from baton.cli.access import Access
-from baton.cli.layout import ENGINE_ROLES, UpOptions
-from baton.core.errors import BatonError
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import SHAPES, option
 from baton_loadtest.drive import (
@@ -43,6 +40,9 @@ from baton_loadtest.simulator.simulation import simulate
 from baton_loadtest.simulator.summary import Summary as Predicted
 from baton_loadtest.simulator.summary import summary
 from baton_loadtest.simulator.traffic import drawn_requests
+from batonlm.cli.access import Access
+from batonlm.cli.layout import ENGINE_ROLES, UpOptions
+from batonlm.core.errors import BatonError
 
 PLOTS = False
 ONLY = option("--only", "", "workloads with this in it", metavar="NAME")

@@ -14,18 +14,18 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from baton.cli.layout import APART, UpOptions, resolve_model
-from baton.core.errors import BatonError
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.worker.engine import open_runner
-from baton.worker.hardware import settled
-from baton.worker.options import DecodeConfig
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
 from baton_loadtest.drive import ANSWERED, Sample, answers, random_prompts, tokens_per_second
 from baton_loadtest.launch import ENGINE_CORE, environment, fleet, peer, say, stay_off_the_engine
 from baton_loadtest.report import Report, Result, compared, ms
+from batonlm.cli.layout import APART, UpOptions, resolve_model
+from batonlm.core.errors import BatonError
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.worker.engine import open_runner
+from batonlm.worker.hardware import settled
+from batonlm.worker.options import DecodeConfig
 
 PLOTS = False
 OPTIONS = (

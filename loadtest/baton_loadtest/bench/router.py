@@ -30,18 +30,18 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from baton.cli.access import Access
-from baton.core.errors import BatonError
-from baton.rpc.address import split
-from baton.rpc.server import PUBLIC_STREAMS
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import types_pb2
 from baton_loadtest.bench.options import option
 from baton_loadtest.bench.synthetic import MODEL, WORD, serve_workers
 from baton_loadtest.child import answer
 from baton_loadtest.drive import HttpLoadClient
 from baton_loadtest.launch import BatonProcess, Peer, check_cpu_clock, cores, peer, process, say
 from baton_loadtest.report import Report, Result, at_most, ms
+from batonlm.cli.access import Access
+from batonlm.core.errors import BatonError
+from batonlm.rpc.address import split
+from batonlm.rpc.server import PUBLIC_STREAMS
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import types_pb2
 
 PLOTS = False
 OPTIONS = (

@@ -15,18 +15,18 @@ import time
 import tracemalloc
 from typing import Any
 
-from baton.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
-from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.failures import Breaker
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
-from baton.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
-from baton.core.routing.routing import Demand, RoutingPolicy, decide
-from baton.router.workers.discovery import Discovery
-from baton.router.workers.fleet import FleetContext, Pool, Worker, WorkerLink
-from baton.rpc.channels import Channels
 from baton_loadtest.bench.options import option
 from baton_loadtest.report import Report, Result, at_most, ms
+from batonlm.core.kvcache.cache_events import BATCH_UNITS, CacheBatch
+from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.failures import Breaker
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
+from batonlm.core.routing.prefix_index import BYTES_PER_ENTRY, MAX_ENTRIES, PrefixIndex
+from batonlm.core.routing.routing import Demand, RoutingPolicy, decide
+from batonlm.router.workers.discovery import Discovery
+from batonlm.router.workers.fleet import FleetContext, Pool, Worker, WorkerLink
+from batonlm.rpc.channels import Channels
 
 PLOTS = False
 OPTIONS = (

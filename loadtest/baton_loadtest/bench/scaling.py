@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
 from baton_loadtest.bench.options import option
 from baton_loadtest.bench.simulator import KV_BYTES, SPEED
 from baton_loadtest.launch import say
@@ -24,6 +22,8 @@ from baton_loadtest.simulator.requests import Record, Request
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Simulation
 from baton_loadtest.simulator.summary import Target
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.scaling import Bounds, ScalingPolicy, ScalingRule
 
 PLOTS = True
 OPTIONS = (

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import WorkerSpeed
 from baton_loadtest import traces
 from baton_loadtest.bench.options import option
 from baton_loadtest.launch import say
@@ -22,6 +20,8 @@ from baton_loadtest.simulator.settings import FleetFacts, RouterFacts, WorkerFac
 from baton_loadtest.simulator.simulation import Outcome, simulate
 from baton_loadtest.simulator.traffic import Scale, traced_requests
 from baton_loadtest.traces import BLOCK, Recorded
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
 
 PLOTS = False
 OPTIONS = (

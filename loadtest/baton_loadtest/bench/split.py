@@ -20,8 +20,6 @@ from itertools import count
 from math import inf
 from pathlib import Path
 
-from baton.cli.layout import UpOptions
-from baton.core.routing.routing import RoutingPolicy
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import SHAPES, option
 from baton_loadtest.bench.reality import ONLY, started
@@ -35,6 +33,8 @@ from baton_loadtest.planner.split import SHARE, Advice, Answer, Carried, Splitti
 from baton_loadtest.report import Report, Result, compared, quantile
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.traffic import drawn_requests
+from batonlm.cli.layout import UpOptions
+from batonlm.core.routing.routing import RoutingPolicy
 
 PLOTS = False
 OPTIONS = (

@@ -12,14 +12,14 @@ import random
 import time
 from typing import Any
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.plan import ModelRunner
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engines import FIRST_TOKEN, GROWTH, attempt
 from baton_loadtest.bench.options import DEVICE, engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, compared, ms
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import ModelRunner
 
 PLOTS = True
 OPTIONS = (

@@ -15,10 +15,11 @@ from math import ceil
 from time import perf_counter
 from typing import Any
 
-from baton.core.request.attempt import AttemptKey
-from baton.core.request.model import KvLayout, ModelDescription
-from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
-from baton.testing.scripted import (
+from baton_loadtest.child import answer
+from batonlm.core.request.attempt import AttemptKey
+from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
+from batonlm.testing.scripted import (
     HEARTBEAT_S,
     Context,
     ScriptedDecode,
@@ -28,8 +29,7 @@ from baton.testing.scripted import (
     ScriptedTokenizer,
     ScriptedWorker,
 )
-from baton.v1 import decode_pb2, detokenizer_pb2, prefill_pb2, tokenizer_pb2, types_pb2
-from baton_loadtest.child import answer
+from batonlm.v1 import decode_pb2, detokenizer_pb2, prefill_pb2, tokenizer_pb2, types_pb2
 
 WORD = " baton"
 MODEL = ModelDescription("synthetic", "d1", 1 << 24, 1 << 20, (0,), "t1")

@@ -22,17 +22,17 @@ from typing import Any
 import grpc
 from tokenizers import Tokenizer
 
-from baton.cli.layout import resolve_model
-from baton.core.errors import BatonError
-from baton.rpc.channels import open_channel
-from baton.rpc.convert import token_ids_to_bytes
-from baton.v1 import detokenizer_pb2
-from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
-from baton.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub
 from baton_loadtest.bench.options import MODEL, option
 from baton_loadtest.launch import BatonProcess, call, check_cpu_clock, cores, process, say
 from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
+from batonlm.cli.layout import resolve_model
+from batonlm.core.errors import BatonError
+from batonlm.rpc.channels import open_channel
+from batonlm.rpc.convert import token_ids_to_bytes
+from batonlm.v1 import detokenizer_pb2
+from batonlm.v1.detokenizer_pb2_grpc import DetokenizerStub
+from batonlm.v1.tokenizer_pb2 import Chat, ChatMessage, EncodeInput, EncodeRequest
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 
 PLOTS = True
 OPTIONS = (
@@ -244,7 +244,7 @@ class _TokensBench:
     async def _growing_chat(self) -> None:
         """A conversation that is encoded again with each turn, with and without the cache."""
         rates = []
-        for constants in ("", "baton.tokenizer.__main__.CACHE_BYTES=0"):
+        for constants in ("", "batonlm.tokenizer.__main__.CACHE_BYTES=0"):
             say(f"a growing chat{', without the cache' if constants else ''}")
             async with _serving("tokenizer", self._model, self._core, constants) as worker:
                 before = worker.spent_s()

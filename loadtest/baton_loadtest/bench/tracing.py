@@ -29,15 +29,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from baton.cli.layout import APART, Layout, UpOptions
-from baton.cli.ports import HOST
-from baton.core.errors import BatonError, InvalidArgument
-from baton.rpc.channels import bind
 from baton_loadtest.bench.options import MODEL, TRANSPORT, option
 from baton_loadtest.child import answer
 from baton_loadtest.drive import answers
 from baton_loadtest.launch import Peer, RunningBaton, check_cpu_clock, cores, fleet, peer, say
 from baton_loadtest.report import Report, Result, at_most
+from batonlm.cli.layout import APART, Layout, UpOptions
+from batonlm.cli.ports import HOST
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.rpc.channels import bind
 
 PLOTS = False
 OPTIONS = (

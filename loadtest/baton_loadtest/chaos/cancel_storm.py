@@ -16,14 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from baton.cli.http_client import total
-from baton.cli.layout import APART, UpOptions
-from baton.cli.supervisor import ChildProcess
-from baton.rpc.channels import open_channel
-from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.report import Result, at_most, quantile
+from batonlm.cli.http_client import total
+from batonlm.cli.layout import APART, UpOptions
+from batonlm.cli.supervisor import ChildProcess
+from batonlm.rpc.channels import open_channel
+from batonlm.v1 import inference_pb2_grpc
 
 CONCURRENCY = 24
 LONGEST_S = 0.25

@@ -16,13 +16,13 @@ from typing import Any
 
 import grpc
 
-from baton.cli.http_client import scrape, total
-from baton.cli.layout import Layout, ProcessSpec, UpOptions, plan
-from baton.cli.ports import free_ports
-from baton.cli.supervisor import ChildProcess, LogFile
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import environment
+from batonlm.cli.http_client import scrape, total
+from batonlm.cli.layout import Layout, ProcessSpec, UpOptions, plan
+from batonlm.cli.ports import free_ports
+from batonlm.cli.supervisor import ChildProcess, LogFile
+from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 START_S = 60.0
 

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest import report
 from baton_loadtest.chaos.streams.fleet import WORKER_ROLES
+from batonlm.core.errors import InvalidArgument
 
 TCP = "tcp,self"
 """Over TCP a frozen process answers no reads; over shared memory reads do not involve it."""
@@ -199,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _points() -> None:
-    from baton.testing.faults import POINTS, kinds_at
+    from batonlm.testing.faults import POINTS, kinds_at
 
     for point in POINTS:
         print(f"{point:<24} {' '.join(sorted(kind.value for kind in kinds_at(point)))}")

@@ -14,14 +14,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from baton.cli.http_client import total
-from baton.cli.layout import APART, UpOptions
-from baton.transfer.staging import ALIGNMENT
 from baton_loadtest.chaos.cluster import cluster
 from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import Broken, World, right
 from baton_loadtest.drive import answers, random_prompts
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.cli.http_client import total
+from batonlm.cli.layout import APART, UpOptions
+from batonlm.transfer.staging import ALIGNMENT
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 96, 8
 

@@ -14,11 +14,11 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import Broken, Peer, PeerGone, PeerMessage, World, right, until
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
 
 ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
 """Points that a hand-over reaches once; others are reached with every chunk or KV chunk."""

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.cli.http_client import total
-from baton.cli.layout import APART, UpOptions
-from baton.cli.supervisor import ChildProcess
-from baton.rpc.channels import open_channel
-from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.cli.http_client import total
+from batonlm.cli.layout import APART, UpOptions
+from batonlm.cli.supervisor import ChildProcess
+from batonlm.rpc.channels import open_channel
+from batonlm.v1 import inference_pb2_grpc
 
 ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 SHORT_S = 1.0

@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import median
 
-from baton.cli.layout import APART, UpOptions
-from baton.rpc.channels import open_channel
-from baton.v1 import inference_pb2_grpc
 from baton_loadtest.chaos.cluster import Cluster, call, cluster, read
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, compared
+from batonlm.cli.layout import APART, UpOptions
+from batonlm.rpc.channels import open_channel
+from batonlm.v1 import inference_pb2_grpc
 
 RATE = 10.0
 """Requests per second besides the counted ones, in an open loop: an unanswered one delays none."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import random
 
-from baton.transfer.kv_chunk import HEADER_BYTES
 from baton_loadtest.chaos.sides import Settings
 from baton_loadtest.chaos.world import Broken, Peer, World, result, right, until
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.transfer.kv_chunk import HEADER_BYTES
 
 MIB = 1 << 20
 KV_CHUNKS = 4

@@ -23,25 +23,25 @@ from typing import Any
 import grpc
 import numpy as np
 
-from baton.core.errors import BatonError
-from baton.core.request.attempt import ChoiceTokens, SequenceKey
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.rpc.channels import Channels, bind
-from baton.rpc.errors import ErrorInterceptor
-from baton.rpc.lifecycle import die_with_parent, new_instance_id
-from baton.rpc.server import INTERNAL_SERVER
-from baton.testing.faults import FaultInjector, parse
-from baton.transfer.loopback import LoopbackTransport
-from baton.transfer.nixl import NixlTransport
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import KvReceiver, TransferRequest
-from baton.transfer.sender import KvSender, PendingTransfer
-from baton.transfer.staging import KvTransport, StagingBuffer, StagingPool
-from baton.transfer.stats import HandoverStats
-from baton.transfer.stream import Liveness
-from baton.transfer.transports import Staging, TransferReader
-from baton.transfer.ucx import KvNetwork, Ucx, choose, inherited
-from baton.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.core.errors import BatonError
+from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.rpc.channels import Channels, bind
+from batonlm.rpc.errors import ErrorInterceptor
+from batonlm.rpc.lifecycle import die_with_parent, new_instance_id
+from batonlm.rpc.server import INTERNAL_SERVER
+from batonlm.testing.faults import FaultInjector, parse
+from batonlm.transfer.loopback import LoopbackTransport
+from batonlm.transfer.nixl import NixlTransport
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import KvReceiver, TransferRequest
+from batonlm.transfer.sender import KvSender, PendingTransfer
+from batonlm.transfer.staging import KvTransport, StagingBuffer, StagingPool
+from batonlm.transfer.stats import HandoverStats
+from batonlm.transfer.stream import Liveness
+from batonlm.transfer.transports import Staging, TransferReader
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
+from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Settings:
     chunk: int = 30
     """Positions computed at a time."""
     heartbeat_s: float = 0.1
-    """See `baton.transfer.stream.Liveness`."""
+    """See `batonlm.transfer.stream.Liveness`."""
     missed: int = 10
-    """See `baton.transfer.stream.Liveness`."""
+    """See `batonlm.transfer.stream.Liveness`."""
     faults: str = ""
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from baton.core.errors import BatonError
-from baton.rpc.lifecycle import PARENT_VARIABLE
 from baton_loadtest.chaos.sides import Settings
+from batonlm.core.errors import BatonError
+from batonlm.rpc.lifecycle import PARENT_VARIABLE
 
 PATIENCE_S = 60.0
 """Time limit for what must happen; if it is exceeded the experiment has failed."""

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.cli import access
-from baton.core.errors import InvalidArgument
+from batonlm.cli import access
+from batonlm.core.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from baton_loadtest.load.runs import Runs

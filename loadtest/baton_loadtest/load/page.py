@@ -8,11 +8,11 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest import report
 from baton_loadtest.drive import ANSWERED, REFUSED, Sample
 from baton_loadtest.load.summary import Summary
 from baton_loadtest.report import Chart, Line, Result, quantile
+from batonlm.core.errors import InvalidArgument
 
 PLACES = 100
 """Points of a line over time."""

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from baton.cli.access import Access
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.rpc.address import split
-from baton.rpc.loop import Loop
 from baton_loadtest.drive import GrpcLoadClient, HttpLoadClient, LoadLimits, OpenLoop, Run, TokenIds
 from baton_loadtest.load.scenario import Source
 from baton_loadtest.load.search import Found, Range, Verdict, highest
 from baton_loadtest.load.summary import Objectives, Summary
+from batonlm.cli.access import Access
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.rpc.address import split
+from batonlm.rpc.loop import Loop
 
 LOOK_S, SAY_S = 0.5, 10.0
 

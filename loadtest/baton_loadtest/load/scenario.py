@@ -18,10 +18,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest import traces
 from baton_loadtest.drive import Piece, Session, Turn, Workload
 from baton_loadtest.traces import BLOCK, Recorded, Trace
+from batonlm.core.errors import InvalidArgument
 
 MOST = 10_000_000
 """Maximum arrivals of one run, whose records must fit into memory."""

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from baton.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument
 
 
 class Verdict(StrEnum):

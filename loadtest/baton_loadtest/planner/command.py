@@ -12,14 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.cli.layout import resolve_model
-from baton.core.errors import ContextLengthExceeded, InvalidArgument
-from baton.core.request.model import KvLayout
-from baton.core.routing.load import WorkerSpeed
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.engine.config import MIB, EngineConfig, configure_threads
-from baton.engine.memory import MemoryPlan
-from baton.worker.hardware import GPU_SHARE, sizes
 from baton_loadtest import report
 from baton_loadtest.planner.curves import (
     GB,
@@ -47,6 +39,14 @@ from baton_loadtest.planner.fleet import (
 )
 from baton_loadtest.planner.measured import MeasuredSpeed, add_calibrate, asked, speed_of
 from baton_loadtest.report import Result, number
+from batonlm.cli.layout import resolve_model
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument
+from batonlm.core.request.model import KvLayout
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.engine.config import MIB, EngineConfig, configure_threads
+from batonlm.engine.memory import MemoryPlan
+from batonlm.worker.hardware import GPU_SHARE, sizes
 
 GIB = 1024 * MIB
 _ENGINE = EngineConfig("any")
@@ -475,7 +475,7 @@ def _model(
     try:
         from baton_loadtest.planner.model import read
     except ImportError as error:
-        raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
+        raise InvalidArgument("planning needs the engine: pip install 'batonlm[engine]'") from error
     found = read(config, int(gpu.memory) if gpu else _MORE_THAN_ANY)
     _check_split(found.layout, found.facts, args)
     return found.facts, found.layout, found.memory

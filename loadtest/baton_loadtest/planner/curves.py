@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import WorkerSpeed
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
 
 GB = 1e9
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from math import ceil, exp, isfinite, log, sqrt
 from statistics import NormalDist, fmean
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.planner.curves import DecodeCurve, PrefillCurve, duration
+from batonlm.core.errors import InvalidArgument
 
 _NORMAL = NormalDist()
 _P95 = _NORMAL.inv_cdf(0.95)

@@ -16,19 +16,19 @@ from typing import Any
 
 import grpc
 
-from baton.cli.access import peer_token
-from baton.core.errors import BatonError, InvalidArgument, Unavailable
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed
-from baton.rpc.address import split
-from baton.rpc.channels import Channels
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.options import TlsOptions
-from baton.rpc.tls import Certificates
-from baton.rpc.worker import description_from_proto, load_from_proto
-from baton.v1 import worker_pb2
-from baton.v1.worker_pb2_grpc import WorkerStub
 from baton_loadtest.simulator.calibration import Calibration
 from baton_loadtest.simulator.settings import WorkerFacts
+from batonlm.cli.access import peer_token
+from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed
+from batonlm.rpc.address import split
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.options import TlsOptions
+from batonlm.rpc.tls import Certificates
+from batonlm.rpc.worker import description_from_proto, load_from_proto
+from batonlm.v1 import worker_pb2
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 
 ASK_S = 5.0
 ROLES = ("prefill", "decode")

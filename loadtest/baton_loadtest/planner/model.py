@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from baton.core.request.model import KvLayout
-from baton.engine.config import EngineConfig
-from baton.engine.footprint import ForeseenModel, foresee
-from baton.engine.memory import MemoryPlan
 from baton_loadtest.planner.curves import ModelFacts
+from batonlm.core.request.model import KvLayout
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.footprint import ForeseenModel, foresee
+from batonlm.engine.memory import MemoryPlan
 
 
 @dataclass(frozen=True, slots=True)

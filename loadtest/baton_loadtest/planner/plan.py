@@ -10,16 +10,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.cli.layout import resolve_model
-from baton.core.errors import InvalidArgument
-from baton.engine.config import EngineConfig, configure_threads
-from baton.engine.memory import size
-from baton.worker.hardware import sizes
 from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
+from batonlm.cli.layout import resolve_model
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.config import EngineConfig, configure_threads
+from batonlm.engine.memory import size
+from batonlm.worker.hardware import sizes
 
 if TYPE_CHECKING:
-    from baton.engine.footprint import ForeseenModel
+    from batonlm.engine.footprint import ForeseenModel
 
 
 _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
@@ -93,10 +93,10 @@ def _memory(args: argparse.Namespace) -> int:
     if "torch" not in sys.modules:
         configure_threads()
     try:
-        from baton.engine.footprint import foresee, total_bytes, weights_bytes
-        from baton.engine.loader import outline
+        from batonlm.engine.footprint import foresee, total_bytes, weights_bytes
+        from batonlm.engine.loader import outline
     except ImportError as error:
-        raise InvalidArgument("planning needs the engine: pip install 'baton[engine]'") from error
+        raise InvalidArgument("planning needs the engine: pip install 'batonlm[engine]'") from error
     free = None if args.memory_gib is None else int(args.memory_gib * GIB)
     model = outline(config)
     on_gpu = model.device.type == "cuda"

@@ -21,9 +21,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import UNMEASURED
-from baton.core.routing.routing import RoutingPolicy
 from baton_loadtest import report, traces
 from baton_loadtest.load import scenario
 from baton_loadtest.load.search import Range, Verdict, highest
@@ -37,6 +34,9 @@ from baton_loadtest.simulator.settings import FleetFacts, RouterFacts, WorkerFac
 from baton_loadtest.simulator.simulation import simulate
 from baton_loadtest.simulator.summary import Summary, summary
 from baton_loadtest.simulator.traffic import Scale, drawn_requests, traced_requests
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import UNMEASURED
+from batonlm.core.routing.routing import RoutingPolicy
 
 SHARE = 0.99
 LEAST_REQUESTS = 100

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from baton.core.routing.scaling import Bounds, DecodeSignals, PrefillSignals, ScalingRule
 from baton_loadtest.simulator.queue import IDLE
 from baton_loadtest.simulator.settings import FleetFacts
 from baton_loadtest.simulator.simulation import Simulation
+from batonlm.core.routing.scaling import Bounds, DecodeSignals, PrefillSignals, ScalingRule
 
 LOOK_S = 1.0
 """Interval between checks of how busy workers are."""

@@ -19,9 +19,9 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import asdict
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import UNMEASURED, WorkerSpeed
 from baton_loadtest.simulator.settings import WorkerFacts
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import UNMEASURED, WorkerSpeed
 
 Whole = Annotated[int, msgspec.Meta(ge=1)]
 Number = Annotated[float, msgspec.Meta(ge=0)]

@@ -70,7 +70,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises InvalidArgument."""
-    from baton.core.routing.routing import RoutingPolicy
     from baton_loadtest import report, traces
     from baton_loadtest.report import Result
     from baton_loadtest.simulator.calibration import read_speeds
@@ -78,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from baton_loadtest.simulator.simulation import Simulation
     from baton_loadtest.simulator.summary import Target, figures, goodput, summary
     from baton_loadtest.simulator.traffic import Scale, traced_requests
+    from batonlm.core.routing.routing import RoutingPolicy
 
     scale = Scale(args.rate, args.lengths, args.copies, args.seconds)
     known = read_speeds(args.speed)

@@ -13,13 +13,13 @@ from hashlib import blake2b
 from struct import Struct
 from typing import cast, overload
 
-from baton.core.errors import InvalidArgument
-from baton.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
-from baton.core.request.attempt import Attempt, ChoiceTokens, Logprobs
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.plan import CompiledGrammar
-from baton.core.scheduler.scheduler import Scheduler
-from baton.core.scheduler.sequence import Sequence, SequenceGroup, StopRule, validate_sizes
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
+from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.plan import CompiledGrammar
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.core.scheduler.sequence import Sequence, SequenceGroup, StopRule, validate_sizes
 
 _PLACE = Struct("<qq").pack
 _OWN = -1

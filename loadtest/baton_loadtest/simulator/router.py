@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
-from baton.core.errors import BatonError, Reason
-from baton.core.kvcache.cache_events import CacheBatch
-from baton.core.request.model import WorkerIdentity
-from baton.core.routing.load import WorkerLedger, WorkerLoad, WorkerSnapshot
-from baton.core.routing.prefix_index import PrefixIndex
-from baton.core.routing.routing import Decision, Demand, PoolSnapshot, decide
 from baton_loadtest.simulator.prompts import Prompt
 from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.requests import Record
 from baton_loadtest.simulator.settings import FleetFacts, WorkerFacts
+from batonlm.core.admission.fair_queue import DrainRate, Entry, FairQueue
+from batonlm.core.errors import BatonError, Reason
+from batonlm.core.kvcache.cache_events import CacheBatch
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.routing.load import WorkerLedger, WorkerLoad, WorkerSnapshot
+from batonlm.core.routing.prefix_index import PrefixIndex
+from batonlm.core.routing.routing import Decision, Demand, PoolSnapshot, decide
 
 
 class Seen:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from baton.core.admission.concurrency_limiter import (
+from baton_loadtest.simulator.prompts import VOCABULARY
+from batonlm.core.admission.concurrency_limiter import (
     FIRST_WINDOW,
     LARGEST_WINDOW,
     WINDOW_STEP,
     ConcurrencyLimiter,
 )
-from baton.core.errors import InvalidArgument
-from baton.core.request.model import KvLayout, ModelDescription
-from baton.core.routing.load import WorkerSpeed
-from baton.core.routing.routing import RoutingPolicy
-from baton.core.scheduler.policy import PREFILL, QueueLimit, SchedulerPolicy
-from baton_loadtest.simulator.prompts import VOCABULARY
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.routing.routing import RoutingPolicy
+from batonlm.core.scheduler.policy import PREFILL, QueueLimit, SchedulerPolicy
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.core.errors import BatonError, Internal, InvalidArgument, Overloaded
-from baton.core.kvcache.cache_events import CacheBatch
-from baton.core.request.attempt import Attempt
-from baton.core.routing.load import WorkerLoad
 from baton_loadtest.simulator.prompts import Prompt, attempt_of
 from baton_loadtest.simulator.queue import IDLE, EventQueue
 from baton_loadtest.simulator.requests import Record, Request
 from baton_loadtest.simulator.router import PATIENCE, Router, SeenPool, SimulatedWaiter, Stay
 from baton_loadtest.simulator.settings import FleetFacts
 from baton_loadtest.simulator.workers import DecodeWorker, OnReport, PrefillWorker, Use
+from batonlm.core.errors import BatonError, Internal, InvalidArgument, Overloaded
+from batonlm.core.kvcache.cache_events import CacheBatch
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.routing.load import WorkerLoad
 
 
 class Link:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.core.errors import InvalidArgument
-from baton.core.kvcache.prefix import UNIT_TOKENS
 from baton_loadtest.drive import Piece, Workload
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.traces import BLOCK, Recorded
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.prefix import UNIT_TOKENS
 
 Part = tuple[str, int, int]
 """A part of a piece: its key, and the range of its tokens."""

@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, cast
 
-from baton.core.errors import BatonError
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
-from baton.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
-from baton.core.request.model import ModelDescription
-from baton.core.routing.load import WorkerLoad, WorkerSpeed, WorkerState, reads
-from baton.core.scheduler.events import (
+from baton_loadtest.simulator.prompts import TOKEN, CountingScheduler, CountingSequence
+from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
+from baton_loadtest.simulator.requests import Cadence, Record, of_steps
+from baton_loadtest.simulator.settings import Delays, WorkerFacts
+from batonlm.core.errors import BatonError
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader, Change
+from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.routing.load import WorkerLoad, WorkerSpeed, WorkerState, reads
+from batonlm.core.scheduler.events import (
     AttemptFailed,
     Computed,
     Event,
@@ -25,14 +29,10 @@ from baton.core.scheduler.events import (
     NewTokens,
     Planned,
 )
-from baton.core.scheduler.plan import SampledToken, StepPlan, StepResult
-from baton.core.scheduler.scheduler import Scheduler
-from baton.core.scheduler.sequence import Sequence
-from baton.core.scheduler.sequence_table import rank
-from baton_loadtest.simulator.prompts import TOKEN, CountingScheduler, CountingSequence
-from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
-from baton_loadtest.simulator.requests import Cadence, Record, of_steps
-from baton_loadtest.simulator.settings import Delays, WorkerFacts
+from batonlm.core.scheduler.plan import SampledToken, StepPlan, StepResult
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.core.scheduler.sequence import Sequence
+from batonlm.core.scheduler.sequence_table import rank
 
 
 class Run(Protocol):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from baton.cli.access import Access
+from batonlm.cli.access import Access
 
 Say = Callable[[int, dict[str, Any]], bytes]
 """From the request's number, from 0, and its body to the bytes of the answer."""

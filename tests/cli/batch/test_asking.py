@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.cli import batch
-from baton.cli.access import Access
-from baton.cli.batch import BatchClient, Limits, LineOutcome, Task
-from baton.cli.http_client import HttpClient
-from baton.core.errors import BatonError, Unauthenticated, Unavailable
-from baton.rpc.address import split
+from batonlm.cli import batch
+from batonlm.cli.access import Access
+from batonlm.cli.batch import BatchClient, Limits, LineOutcome, Task
+from batonlm.cli.http_client import HttpClient
+from batonlm.core.errors import BatonError, Unauthenticated, Unavailable
+from batonlm.rpc.address import split
 from tests.cli.batch.servers import CUT, answer, serving
 from tests.services.router.conftest import until
 

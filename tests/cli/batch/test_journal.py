@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton.cli.batch import Journal
-from baton.core.errors import InvalidArgument
+from batonlm.cli.batch import Journal
+from batonlm.core.errors import InvalidArgument
 
 OK: dict[str, Any] = {"status_code": 200, "request_id": "r", "body": {"text": "é\n\u2028"}}
 REFUSED: dict[str, Any] = {"status_code": 400, "request_id": "r", "body": {}}

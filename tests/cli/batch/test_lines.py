@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from baton.cli import batch
-from baton.cli.batch import BadLine, Task, count_lines, read_lines
-from baton.core.errors import InvalidArgument
+from batonlm.cli import batch
+from batonlm.cli.batch import BadLine, Task, count_lines, read_lines
+from batonlm.core.errors import InvalidArgument
 
 GOOD: dict[str, Any] = {
     "custom_id": "a",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.cli.batch import RequestWindow
+from batonlm.cli.batch import RequestWindow
 
 
 def test_it_opens_with_answers_up_to_the_most() -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.events import NewTokens
 from baton_loadtest.bench.cost import (
     BlockWaste,
     new_scheduler,
@@ -18,6 +16,8 @@ from baton_loadtest.bench.cost import (
     waste,
 )
 from baton_loadtest.bench.engines import attempt
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.events import NewTokens
 
 
 def test_one_sequences_waste_by_hand() -> None:

@@ -12,9 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from baton.core.errors import BatonError, InvalidArgument
-from baton.core.scheduler.plan import StepPlan
-from baton.testing.fake_runner import FakeRunner
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engine import OUTPUT_TOKENS, PROMPT_TOKENS
 from baton_loadtest.bench.engines import (
@@ -25,6 +22,9 @@ from baton_loadtest.bench.engines import (
     policy,
     serve,
 )
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.testing.fake_runner import FakeRunner
 
 
 @pytest.mark.parametrize(("tied", "expected"), [(True, 10 * 4 + 4), (False, 4 + 10 * 4)])

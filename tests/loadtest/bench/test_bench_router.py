@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import main
-from baton.testing.scripted import ScriptedKv
-from baton.v1 import decode_pb2, types_pb2
-from baton.v1 import inference_pb2 as pb
 from baton_loadtest.bench.router import GrpcStreams, SseStream
 from baton_loadtest.bench.synthetic import WORD, Decode, Times
+from batonlm.cli.main import main
+from batonlm.testing.scripted import ScriptedKv
+from batonlm.v1 import decode_pb2, types_pb2
+from batonlm.v1 import inference_pb2 as pb
 
 
 class Sent(asyncio.Transport):

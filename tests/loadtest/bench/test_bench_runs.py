@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.main import main
+from batonlm.cli.main import main
 
 Bench = Callable[..., dict[str, dict[str, Any]]]
 

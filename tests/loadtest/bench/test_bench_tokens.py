@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import main
 from baton_loadtest.bench.tokens import batches_of
+from batonlm.cli.main import main
 
 
 @pytest.mark.slow

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import main
-from baton.core.errors import InvalidArgument
-from baton.rpc.otel import otlp_tracer
 from baton_loadtest.bench.tracing import MOST_PAIRS, TracedPair, figures, ratio, receive_spans
 from baton_loadtest.launch import peer
+from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
+from batonlm.rpc.otel import otlp_tracer
 
 
 def test_pairs_that_agree_leave_no_doubt() -> None:

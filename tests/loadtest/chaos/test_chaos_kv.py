@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from baton.cli.main import main
-from baton.testing.faults import POINTS
 from baton_loadtest.chaos.sides import Guarded, Pool, kv_of
+from batonlm.cli.main import main
+from batonlm.testing.faults import POINTS
 
 # What is told in these is a benchmark's to judge, not a test's.
 TIMES = ("s", "ms")

@@ -14,9 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.cli.main import main
-from baton.cli.ports import HOST, free_ports
-from baton.v1 import inference_pb2
 from baton_loadtest.chaos.streams.fleet import WORKER_ROLES, hits
 from baton_loadtest.chaos.streams.kills import victims
 from baton_loadtest.chaos.streams.load import (
@@ -28,6 +25,9 @@ from baton_loadtest.chaos.streams.load import (
     streams,
 )
 from baton_loadtest.chaos.streams.network import Edge, Proxy
+from batonlm.cli.main import main
+from batonlm.cli.ports import HOST, free_ports
+from batonlm.v1 import inference_pb2
 
 SLOWEST_S = 900
 """Of a short run on a machine that has much else to do; on a quiet one it is seconds."""

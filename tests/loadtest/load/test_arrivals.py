@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.load.scenario import Arrivals, Kind, replayed
+from batonlm.core.errors import InvalidArgument
 
 RATES = st.floats(0.5, 50)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import main
 from baton_loadtest.bench.known_server import KnownAnswer, Latencies, known
+from batonlm.cli.main import main
 
 SCENARIO = """
 [arrivals]
@@ -101,7 +101,7 @@ def test_ctrl_c_shows_what_there_is(file: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     with serving(FAST) as server:
         running = subprocess.Popen(
-            [sys.executable, "-m", "baton.cli.main", "loadtest", str(file), "--seconds", "600",
+            [sys.executable, "-m", "batonlm.cli.main", "loadtest", str(file), "--seconds", "600",
              "--http", server.address, "--json", str(figures)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.load.scenario import NAMED, SHARES, Quantiles, fixed, named
+from batonlm.core.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("name", NAMED)

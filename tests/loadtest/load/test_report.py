@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.drive import ANSWERED, REFUSED
 from baton_loadtest.load import page
 from baton_loadtest.load.summary import Objectives, Summary
+from batonlm.core.errors import InvalidArgument
 from tests.loadtest.load.model_client import ModelClient, even, virtually
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.load import scenario
 from baton_loadtest.load.scenario import Changes, Drawn, Kind, Replay
+from batonlm.core.errors import InvalidArgument
 
 READY = sorted((Path(__file__).resolve().parents[3] / "loadtest").glob("*.toml"))
 TRACE = '{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}\n'

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.load.search import Found, Range, Verdict, highest
+from batonlm.core.errors import InvalidArgument
 
 
 def search(bounds: Range, most: float, limit: Verdict = Verdict.BADLY) -> Found:

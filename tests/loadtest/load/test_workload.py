@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
 from baton_loadtest.drive import LONGEST_CACHED, Piece, TokenIds
 from baton_loadtest.load.scenario import NAMED, Arrivals, Drawn, Kind, Replay, fixed
 from baton_loadtest.traces import BLOCK, Recorded, Trace
+from batonlm.core.errors import InvalidArgument
 
 IDS = TokenIds(3, 64, 1899)
 MINUTE = Arrivals(Kind.POISSON, 2.0, 60.0)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from baton.cli import layout
-from baton.cli.layout import UpOptions, plan, resolve_model
-from baton.cli.main import main
-from baton.core.errors import InvalidArgument
-from baton.engine.config import MIB, EngineConfig
-from baton.engine.footprint import foresee
-from baton.engine.gpus import Gpu
+from batonlm.cli import layout
+from batonlm.cli.layout import UpOptions, plan, resolve_model
+from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.config import MIB, EngineConfig
+from batonlm.engine.footprint import foresee
+from batonlm.engine.gpus import Gpu
 from tests.loadtest.planner.model_configs import LLAMA_8B
 
 

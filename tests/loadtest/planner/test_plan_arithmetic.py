@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.planner.curves import (
     GB,
     KNOWN,
@@ -37,6 +35,8 @@ from baton_loadtest.planner.fleet import (
     queueing,
     wait_s,
 )
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
 
 DENSE = ModelFacts(
     name="dense", dtype="bfloat16", weights=16_000, element=2, body=7000, head=500, experts=0,

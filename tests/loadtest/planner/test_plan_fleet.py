@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from baton.cli.layout import resolve_model
-from baton.cli.main import main
-from baton.core.request.model import KvLayout, WorkerIdentity
-from baton.core.routing.load import (
+from baton_loadtest.planner.fleet import Lengths
+from baton_loadtest.planner.model import read
+from batonlm.cli.layout import resolve_model
+from batonlm.cli.main import main
+from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.routing.load import (
     UNMEASURED,
     WorkerDescription,
     WorkerLoad,
     WorkerSpeed,
     WorkerState,
 )
-from baton.engine.config import EngineConfig
-from baton.rpc.server import ProcessServer
-from baton.rpc.worker import worker_service
-from baton_loadtest.planner.fleet import Lengths
-from baton_loadtest.planner.model import read
+from batonlm.engine.config import EngineConfig
+from batonlm.rpc.server import ProcessServer
+from batonlm.rpc.worker import worker_service
 from tests.loadtest.planner.model_configs import LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 MIXTRAL: dict[str, Any] = {

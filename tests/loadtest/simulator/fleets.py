@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import Delays, FleetFacts, RouterFacts, WorkerFacts
+from batonlm.core.routing.load import WorkerSpeed
 
 SPEED = WorkerSpeed(
     step_s=0.01,

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.main import main
-from baton.core.routing.load import WorkerSpeed
-from baton.core.routing.scaling import (
+from baton_loadtest.simulator.autoscaler import Autoscaler, Leading, Reactive, Seen
+from baton_loadtest.simulator.requests import Request
+from baton_loadtest.simulator.simulation import Simulation
+from batonlm.cli.main import main
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.routing.scaling import (
     Bounds,
     DecodeSignals,
     PrefillSignals,
     ScalingPolicy,
     ScalingRule,
 )
-from baton_loadtest.simulator.autoscaler import Autoscaler, Leading, Reactive, Seen
-from baton_loadtest.simulator.requests import Request
-from baton_loadtest.simulator.simulation import Simulation
 from tests.loadtest.simulator.fleets import fleet, traffic
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.cli.main import main
-from baton.core.errors import InvalidArgument
-from baton.core.routing.load import WorkerSpeed
 from baton_loadtest.simulator.calibration import read_speeds
 from baton_loadtest.simulator.traffic import Scale, traced_requests
 from baton_loadtest.traces import Recorded
+from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
 
 DECODE = {
     "num_blocks": 4000,

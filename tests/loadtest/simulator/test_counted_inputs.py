@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import BatonError, ContextLengthExceeded, InvalidArgument
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.prefix import PrefixChain
-from baton.core.request.attempt import Attempt
-from baton.core.request.model import ModelDescription
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
 from baton_loadtest.simulator.prompts import TOKEN, NamedChain, Prompt, Text, attempt_of
 from baton_loadtest.simulator.workers import SkippingScheduler, made_up
+from batonlm.core.errors import BatonError, ContextLengthExceeded, InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.kvcache.prefix import PrefixChain
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 
 STRETCH = 64
 MODEL = ModelDescription("model", "model", 4096, 100_000, (), "tokenizer")

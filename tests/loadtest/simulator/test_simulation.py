@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.core.routing.load import UNMEASURED, reads
 from baton_loadtest.simulator.requests import Request
 from baton_loadtest.simulator.settings import Delays, FleetFacts, WorkerFacts
 from baton_loadtest.simulator.simulation import Simulation, simulate
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.routing.load import UNMEASURED, reads
 from tests.loadtest.simulator.fleets import SPEED, fleet, traffic
 
 HOP_S = 0.001

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.kvcache.cache_events import Change
-from baton.core.request.attempt import ChoiceTokens
-from baton.core.request.model import ModelDescription
-from baton.core.scheduler.policy import SchedulerPolicy
 from baton_loadtest.simulator.prompts import TOKEN, Prompt, attempt_of
 from baton_loadtest.simulator.requests import Request, gap_quantile, merged
 from baton_loadtest.simulator.simulation import Outcome, Simulation
 from baton_loadtest.simulator.workers import SkippingScheduler, made_up
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.kvcache.cache_events import Change
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.loadtest.simulator.fleets import fleet, traffic
 
 MODEL = ModelDescription("model", "model", 4096, 1, (), "tokenizer")

@@ -9,16 +9,16 @@ from random import Random
 
 import pytest
 
-from baton.cli.main import main
-from baton.core.errors import InvalidArgument
-from baton.core.request.model import KvLayout, ModelDescription, WorkerIdentity
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from baton_loadtest.load import scenario
 from baton_loadtest.planner.measured import MeasuredSpeed, calibration_of
 from baton_loadtest.planner.split import chunk
 from baton_loadtest.simulator.prompts import Prompt
 from baton_loadtest.simulator.settings import WorkerFacts
 from baton_loadtest.simulator.traffic import drawn_requests
+from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 
 SPEED = WorkerSpeed(
     step_s=0.01,

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import grpc
 import pytest
 
-from baton.core.errors import InvalidArgument, Reason
-from baton.core.handover.table import LIMITS, SenderState, StateLimit
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.rpc.metrics import DECODE_TOKENS, counter
+from batonlm.core.errors import InvalidArgument, Reason
+from batonlm.core.handover.table import LIMITS, SenderState, StateLimit
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.rpc.metrics import DECODE_TOKENS, counter
 from tests.services.worker.pair import (
     CHUNK,
     Pair,

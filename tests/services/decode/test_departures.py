@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.core.errors import HandoverFailed
-from baton.core.handover.table import LIMITS, SenderState, StateLimit
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.rpc.metrics import PREFILL_TOKENS, REGISTRY
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.handover.table import LIMITS, SenderState, StateLimit
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.rpc.metrics import PREFILL_TOKENS, REGISTRY
 from tests.services.worker.pair import Pair, attempt, keys_of, new_id, pair, reference, until
 from tests.services.worker.router_end import RouterEnd, router
 

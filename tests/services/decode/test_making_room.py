@@ -7,22 +7,22 @@ from functools import partial
 from typing import Any
 from unittest.mock import AsyncMock
 
-from baton.core.errors import Overloaded
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import Event
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.decode.service import DecodeService
-from baton.engine.thread import EngineThread
-from baton.grammar.book import GrammarBook
-from baton.testing.fake_runner import FakeRunner
-from baton.transfer.kv_chunk import Unpack
-from baton.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
-from baton.transfer.sender import KvSender
+from batonlm.core.errors import Overloaded
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.decode.service import DecodeService
+from batonlm.engine.thread import EngineThread
+from batonlm.grammar.book import GrammarBook
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.transfer.kv_chunk import Unpack
+from batonlm.transfer.receiver import Collected, KvReceiver, Reserve, TransferRequest
+from batonlm.transfer.sender import KvSender
 from tests.services.worker.pair import PATIENCE_S
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4

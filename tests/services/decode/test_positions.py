@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from baton.core.errors import DeadlineExceeded, HandoverFailed, Internal, Unavailable
-from baton.core.request.request import FinishReason
-from baton.core.routing.load import WorkerState
+from batonlm.core.errors import DeadlineExceeded, HandoverFailed, Internal, Unavailable
+from batonlm.core.request.request import FinishReason
+from batonlm.core.routing.load import WorkerState
 from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.decode import servicer as servicer_module
-from baton.decode.sessions import RouterSession
-from baton.rpc.convert import identity_to_proto
-from baton.rpc.errors import from_rpc_error
-from baton.v1 import decode_pb2 as pb
-from baton.v1.types_pb2 import WorkerIdentity
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.decode import servicer as servicer_module
+from batonlm.decode.sessions import RouterSession
+from batonlm.rpc.convert import identity_to_proto
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.v1 import decode_pb2 as pb
+from batonlm.v1.types_pb2 import WorkerIdentity
 from tests.services.worker.pair import (
     Pair,
     attempt,

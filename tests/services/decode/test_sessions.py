@@ -8,15 +8,15 @@ from contextlib import suppress
 import grpc
 import pytest
 
-from baton.core.errors import Cancelled, Internal
-from baton.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
-from baton.core.request.request import FinishReason
-from baton.core.scheduler.events import AttemptFailed
-from baton.decode import service as service_module
-from baton.decode.sessions import RouterSession
-from baton.rpc.convert import choice_tokens_from_proto
-from baton.v1.types_pb2 import FINISH_REASON_LENGTH
-from baton.worker import service as worker_service
+from batonlm.core.errors import Cancelled, Internal
+from batonlm.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.request import FinishReason
+from batonlm.core.scheduler.events import AttemptFailed
+from batonlm.decode import service as service_module
+from batonlm.decode.sessions import RouterSession
+from batonlm.rpc.convert import choice_tokens_from_proto
+from batonlm.v1.types_pb2 import FINISH_REASON_LENGTH
+from batonlm.worker import service as worker_service
 from tests.services.worker.pair import (
     PATIENCE_S,
     attempt,

@@ -7,8 +7,8 @@ from functools import cache
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from baton.cli.layout import resolve_model
-from baton.detokenizer.vocabulary import Vocabulary
+from batonlm.cli.layout import resolve_model
+from batonlm.detokenizer.vocabulary import Vocabulary
 from tests.services.tokenizer.made_tokenizers import (
     BYTE_FALLBACK_FAMILIES,
     BYTE_TOKENS,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.core.errors import DeadlineExceeded
-from baton.detokenizer.text import DetokenizeOptions, OpenTexts
+from batonlm.core.errors import DeadlineExceeded
+from batonlm.detokenizer.text import DetokenizeOptions, OpenTexts
 from tests.services.detokenizer.drawn_ids import encoded, vocabulary
 from tests.services.tokenizer.made_tokenizers import made
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.rpc.convert import token_ids_to_bytes
-from baton.rpc.model_folder import tokenizer_digest
-from baton.v1 import detokenizer_pb2 as pb
-from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from baton.v1.detokenizer_pb2_grpc import DetokenizerStub
+from batonlm.rpc.convert import token_ids_to_bytes
+from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.v1 import detokenizer_pb2 as pb
+from batonlm.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from batonlm.v1.detokenizer_pb2_grpc import DetokenizerStub
 from tests.services.detokenizer.drawn_ids import encoded
 from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
@@ -27,7 +27,7 @@ Call = grpc.aio.StreamStreamCall[pb.DetokenizerSessionRequest, pb.DetokenizerSes
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Started]:
     folder = write_folder(tmp_path / "tiny", eos_token="</s>")
-    module = "baton.detokenizer.__main__"
+    module = "batonlm.detokenizer.__main__"
     constants = f"{module}.MAX_TEXTS=40,{module}.MAX_UNSENT_BYTES={1 << 20}"
     async with started("detokenizer", folder, constants=constants) as process:
         yield process

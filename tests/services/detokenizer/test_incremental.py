@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from baton.core.errors import InvalidArgument
-from baton.detokenizer.text import IncrementalText
-from baton.detokenizer.vocabulary import Vocabulary
+from batonlm.core.errors import InvalidArgument
+from batonlm.detokenizer.text import IncrementalText
+from batonlm.detokenizer.vocabulary import Vocabulary
 from tests.services.detokenizer.drawn_ids import encoded, vocabulary
 from tests.services.tokenizer.made_tokenizers import (
     BYTE_FALLBACK_FAMILIES,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.detokenizer.text import MAX_STOP_STRINGS, StopMatcher
+from batonlm.core.errors import InvalidArgument
+from batonlm.detokenizer.text import MAX_STOP_STRINGS, StopMatcher
 
 LETTERS = st.text(alphabet="abé😀", max_size=24)
 STOPS = st.lists(st.text(alphabet="abé😀", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.detokenizer.text import DetokenizeOptions, StreamedText
+from batonlm.detokenizer.text import DetokenizeOptions, StreamedText
 from tests.services.detokenizer.drawn_ids import (
     BUNDLED,
     any_token_ids,

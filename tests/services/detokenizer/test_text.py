@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvalidArgument
-from baton.detokenizer.text import DetokenizeOptions, News, Stop, StreamedText
+from batonlm.core.errors import InvalidArgument
+from batonlm.detokenizer.text import DetokenizeOptions, News, Stop, StreamedText
 from tests.services.detokenizer.drawn_ids import encoded, token_ids, vocabulary
 from tests.services.tokenizer.made_tokenizers import FAMILIES, id_of, made
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from baton.core.errors import InvalidArgument
-from baton.detokenizer.text import IncrementalText
-from baton.detokenizer.vocabulary import Vocabulary
+from batonlm.core.errors import InvalidArgument
+from batonlm.detokenizer.text import IncrementalText
+from batonlm.detokenizer.vocabulary import Vocabulary
 from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 

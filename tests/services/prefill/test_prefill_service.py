@@ -8,15 +8,15 @@ import threading
 import grpc
 import pytest
 
-from baton.core.kvcache.block_pool import Extents
-from baton.core.routing.load import WorkerState
-from baton.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
-from baton.rpc.convert import choice_tokens_from_proto
-from baton.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, REGISTRY
-from baton.testing.fake_runner import FakeRunner
-from baton.transfer import nixl
-from baton.v1 import prefill_pb2
-from baton.worker import service as worker_service
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.routing.load import WorkerState
+from batonlm.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
+from batonlm.rpc.convert import choice_tokens_from_proto
+from batonlm.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, REGISTRY
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.transfer import nixl
+from batonlm.v1 import prefill_pb2
+from batonlm.worker import service as worker_service
 from tests.services.worker.pair import (
     PATIENCE_S,
     POISON,

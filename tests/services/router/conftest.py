@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import Accepted, Delta, Finished, FinishReason, Request
-from baton.router.config import RouterConfig
-from baton.router.observe.metrics import RouterMetrics
-from baton.router.observe.records import UsageSink
-from baton.router.request.migration import Migrator
-from baton.router.request.pipeline import EventStream, Pipeline
-from baton.router.workers.discovery import Discovery
-from baton.router.workers.fleet import Fleet
-from baton.rpc.channels import Channels
-from baton.rpc.tracing import OFF, Tracer
-from baton.testing.scripted import (
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import Accepted, Delta, Finished, FinishReason, Request
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.records import UsageSink
+from batonlm.router.request.migration import Migrator
+from batonlm.router.request.pipeline import EventStream, Pipeline
+from batonlm.router.workers.discovery import Discovery
+from batonlm.router.workers.fleet import Fleet
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.tracing import OFF, Tracer
+from batonlm.testing.scripted import (
     ScriptedDecode,
     ScriptedDetokenizer,
     ScriptedKv,

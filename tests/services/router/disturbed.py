@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.request.request import Delta, Finished, Request, TextPrompt
-from baton.core.routing.load import WorkerState
-from baton.router.request.pipeline import EventStream
-from baton.testing import language
-from baton.testing.scripted import ScriptedDecode
+from batonlm.core.request.request import Delta, Finished, Request, TextPrompt
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.request.pipeline import EventStream
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import PATIENCE_S, Answer, World
 
 PROMPT = "the cat sat on the mat"

@@ -11,11 +11,11 @@ import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
-from baton.router.api.access import Authenticator, OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.vllm import engine_service
-from baton.router.config import RouterConfig
-from baton.rpc.server import PUBLIC_STREAMS, ProcessServer, PublicLimits
+from batonlm.router.api.access import Authenticator, OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.vllm import engine_service
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.server import PUBLIC_STREAMS, ProcessServer, PublicLimits
 
 if TYPE_CHECKING:
     from tests.services.router.conftest import World

@@ -49,7 +49,7 @@ async def router_process(world: World, *flags: str) -> AsyncIterator[RouterProce
     await world.serve()
     known = [f"--{role}s={','.join(found)}" for role, found in world.addresses.items() if found]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.router", "--local-prefill-tokens=0", *known, *flags),
+        *(sys.executable, "-m", "batonlm.router", "--local-prefill-tokens=0", *known, *flags),
         stdout=asyncio.subprocess.PIPE,
     )
     try:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.admission.fair_queue import DrainRate, Entry
-from baton.core.admission.tenant_budgets import Limit, Refusal
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
-from baton.core.request.request import TextPrompt
-from baton.core.routing.load import WorkerSpeed
-from baton.router.config import RouterConfig
-from baton.router.request import admission
-from baton.router.request.dispatcher import Dispatcher, PendingAttempt
+from batonlm.core.admission.fair_queue import DrainRate, Entry
+from batonlm.core.admission.tenant_budgets import Limit, Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import DeadlineExceeded, InvalidArgument, Overloaded
+from batonlm.core.request.request import TextPrompt
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.router.config import RouterConfig
+from batonlm.router.request import admission
+from batonlm.router.request.dispatcher import Dispatcher, PendingAttempt
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import REQUEST, check
 

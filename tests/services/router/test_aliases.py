@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client.exposition import generate_latest
 
-from baton.router.config import RouterConfig
-from baton.router.observe.gauges import vllm_readers
-from baton.rpc.metrics import gauge
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.gauges import vllm_readers
+from batonlm.rpc.metrics import gauge
 from tests.services.router.conftest import World, until
 from tests.services.router.test_admission import A, ask
 

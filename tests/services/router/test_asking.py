@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from baton.core.request.attempt import TokenLog
-from baton.core.request.request import FinishReason
-from baton.router.request.pacing import TICK_S, DeferredCalls, LoadMonitor, TokenCoalescer
+from batonlm.core.request.attempt import TokenLog
+from batonlm.core.request.request import FinishReason
+from batonlm.router.request.pacing import TICK_S, DeferredCalls, LoadMonitor, TokenCoalescer
 
 PATIENCE_S = 10.0
 

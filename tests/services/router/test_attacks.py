@@ -20,21 +20,21 @@ import pytest
 from prometheus_client import CollectorRegistry
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from baton.core.admission.tenant_budgets import Limit, Refusal
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
-from baton.core.request.request import Grammar, GrammarKind, TextPrompt, TokenPrompt
-from baton.router.api.access import Authenticator, OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import HttpApp
-from baton.router.api.vllm import engine_service
-from baton.router.config import RouterConfig
-from baton.rpc.server import ProcessServer
-from baton.testing import language
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
+from batonlm.core.admission.tenant_budgets import Limit, Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound
+from batonlm.core.request.request import Grammar, GrammarKind, TextPrompt, TokenPrompt
+from batonlm.router.api.access import Authenticator, OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.api.vllm import engine_service
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.server import ProcessServer
+from batonlm.testing import language
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.services.router import gateway
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check

@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
-from baton.cli.access import Access
-from baton.cli.http_client import ConnectionLost, HttpClient
-from baton.client import AsyncClient, Client, Delta
-from baton.core.errors import Unavailable
 from baton_loadtest.drive import HttpLoadClient
+from batonlm.cli.access import Access
+from batonlm.cli.http_client import ConnectionLost, HttpClient
+from batonlm.client import AsyncClient, Client, Delta
+from batonlm.core.errors import Unavailable
 from tests.services.router.conftest import World
 from tests.services.router.router_process import RouterProcess, router_process
 from tests.services.router_http.scripted import openai_client

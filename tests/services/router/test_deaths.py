@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     Internal,
     Overloaded,
     Unavailable,
 )
-from baton.core.request.attempt import ChoiceTokens
-from baton.core.request.request import SamplingParams
-from baton.router.config import RouterConfig
-from baton.testing import language
-from baton.testing.scripted import ScriptedDetokenizer
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.core.request.request import SamplingParams
+from batonlm.router.config import RouterConfig
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDetokenizer
 from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
 from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
 

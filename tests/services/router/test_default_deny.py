@@ -17,24 +17,24 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import Unauthenticated
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.server import serve_http
-from baton.router.api.vllm import engine_service
-from baton.router.api.vllm.engine import SERVICE as VLLM
-from baton.router.config import RouterConfig
-from baton.router.request.pipeline import Pipeline
-from baton.router.workers.fleet import Fleet
-from baton.rpc.channels import open_channel
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
+from batonlm.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import Unauthenticated
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.api.http.server import serve_http
+from batonlm.router.api.vllm import engine_service
+from batonlm.router.api.vllm.engine import SERVICE as VLLM
+from batonlm.router.config import RouterConfig
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.workers.fleet import Fleet
+from batonlm.rpc.channels import open_channel
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.server import ProcessServer
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc
 from tests.services.router_http.scripted import Scripted, grpc_server, http_app
 
 OPEN_ROUTES = {

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.router.config import RouterConfig
-from baton.router.workers.discovery import (
+from batonlm.core.errors import InvalidArgument
+from batonlm.router.config import RouterConfig
+from batonlm.router.workers.discovery import (
     AddressSource,
     Discovery,
     DnsSource,
@@ -28,7 +28,7 @@ from baton.router.workers.discovery import (
     parse_target,
     resolve,
 )
-from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, runs
+from batonlm.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, runs
 from tests.services.router import kubernetes_api
 from tests.services.router.conftest import until
 from tests.services.router.kubernetes_api import FakeApi, endpoint, slice_of
@@ -229,7 +229,7 @@ async def test_a_doubt_is_looked_into_before_its_time() -> None:
 
 
 async def test_a_look_up_that_hangs_is_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.router.workers.discovery.LOOKUP_S", 0.02)
+    monkeypatch.setattr("batonlm.router.workers.discovery.LOOKUP_S", 0.02)
     answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
     asked: list[str] = []
 
@@ -268,7 +268,7 @@ async def test_kubernetes_goes_on_from_the_newest_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Watches end often; none begins with a list again, and bookmarks count."""
-    monkeypatch.setattr("baton.router.workers.discovery_k8s.PAGE", 1)
+    monkeypatch.setattr("batonlm.router.workers.discovery_k8s.PAGE", 1)
     with kubernetes_api.serving(tmp_path) as (api, config_file):
         api.longest_watch_s = 0.05
         place = KubernetesPlace(api, config_file)
@@ -291,7 +291,7 @@ def test_kubernetes_without_a_way_to_it(tmp_path: Path) -> None:
 
 def test_kubernetes_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'baton\[k8s\]'") as caught:
+    with pytest.raises(InvalidArgument, match=r"pip install 'batonlm\[k8s\]'") as caught:
         KubernetesApi.open("decodes")
     assert caught.value.field == "decodes"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.router.workers.discovery_k8s import Endpoint, answers, endpoints, runs
+from batonlm.router.workers.discovery_k8s import Endpoint, answers, endpoints, runs
 from tests.services.router.kubernetes_api import Json, endpoint, slice_of
 
 

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import TenantLimits
-from baton.core.admission.tenants import Tenant
-from baton.core.routing.load import WorkerState
-from baton.router.api.access import Authenticator, OpenAuthenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.answer_schema import Explained
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.server import serve_http
-from baton.router.config import RouterConfig
-from baton.router.observe import records
+from batonlm.core.admission.api_keys import TenantLimits
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.api.access import Authenticator, OpenAuthenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.answer_schema import Explained
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.api.http.server import serve_http
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe import records
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
 from tests.services.router.test_keys import Kept

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.router.api.access import exposure_warnings
-from baton.router.config import RouterConfig
-from baton.rpc.options import ServingOptions
+from batonlm.core.errors import InvalidArgument
+from batonlm.router.api.access import exposure_warnings
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.options import ServingOptions
 
 BEYOND = ("0.0.0.0:1", "10.0.0.1:1", "[::]:1", "host.example:1", "localhost.example:1")
 LOOPBACK = ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1")

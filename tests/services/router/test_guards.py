@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Internal, Unavailable
-from baton.core.routing import failures as breaker
-from baton.core.routing.failures import BreakerState
-from baton.router.config import RouterConfig
-from baton.router.request import pipeline
+from batonlm.core.errors import Internal, Unavailable
+from batonlm.core.routing import failures as breaker
+from batonlm.core.routing.failures import BreakerState
+from batonlm.router.config import RouterConfig
+from batonlm.router.request import pipeline
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
 

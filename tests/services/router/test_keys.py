@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, TenantLimits, parse, render
-from baton.core.admission.tenants import ANYONE, OWNER
-from baton.core.errors import InvalidArgument, Unauthenticated
-from baton.router.api import access
-from baton.router.api.access import KeyAuthenticator, OpenAuthenticator
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits, parse, render
+from batonlm.core.admission.tenants import ANYONE, OWNER
+from batonlm.core.errors import InvalidArgument, Unauthenticated
+from batonlm.router.api import access
+from batonlm.router.api.access import KeyAuthenticator, OpenAuthenticator
 
 
 class Kept:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, answers, runs
+from batonlm.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, answers, runs
 from tests.services.router.kubernetes_api import slice_of
 from tests.services.router.test_discovery import watching
 

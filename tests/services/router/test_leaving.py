@@ -12,20 +12,20 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.errors import Unavailable
-from baton.router.__main__ import leave
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.server import HttpServer, serve_http
-from baton.router.config import RouterConfig
-from baton.router.observe.metrics import RouterMetrics
-from baton.router.request.pipeline import Pipeline
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer, PublicLimits
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, types_pb2
+from batonlm.core.errors import Unavailable
+from batonlm.router.__main__ import leave
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.server import ProcessServer, PublicLimits
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, types_pb2
 from tests.services.router.conftest import World, until
 from tests.services.router_http.scripted import ANYONE
 

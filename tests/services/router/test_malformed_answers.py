@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.core.request.request import Request, TextPrompt
-from baton.testing import language
-from baton.testing.scripted import Context, ScriptedPrefill, ScriptedTokenizer
-from baton.v1.prefill_pb2 import RunRequest, RunResponse
-from baton.v1.tokenizer_pb2 import EncodeRequest, EncodeResponse
+from batonlm.core.request.request import Request, TextPrompt
+from batonlm.testing import language
+from batonlm.testing.scripted import Context, ScriptedPrefill, ScriptedTokenizer
+from batonlm.v1.prefill_pb2 import RunRequest, RunResponse
+from batonlm.v1.tokenizer_pb2 import EncodeRequest, EncodeResponse
 from tests.services.router.conftest import World, until
 
 

@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from baton.core.admission.tenant_budgets import Limit, Refusal
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import ModelNotFound
-from baton.core.observe.stages import StageTimes
-from baton.core.request.request import Request, TextPrompt
-from baton.router.config import RouterConfig
-from baton.router.observe.gauges import leaks
-from baton.router.observe.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics, TenantBlind
+from batonlm.core.admission.tenant_budgets import Limit, Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import ModelNotFound
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.request import Request, TextPrompt
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.gauges import leaks
+from batonlm.router.observe.metrics import MAX_TENANTS, OTHER_TENANTS, RouterMetrics, TenantBlind
 from tests.services.router.conftest import World, until
 
 PROMPT = "one prompt, told once"

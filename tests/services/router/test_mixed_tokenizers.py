@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.router.config import RouterConfig
-from baton.testing import language
-from baton.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
+from batonlm.router.config import RouterConfig
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
 from tests.services.router.conftest import World, read
 from tests.services.router.disturbed import EXPECTED, REQUEST
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Overloaded
-from baton.core.request.request import Request
-from baton.core.routing.load import WorkerState
-from baton.router.request.migration import AT_ONCE
-from baton.router.request.pipeline import EventStream
-from baton.router.request.runner import MAX_UNCONFIRMED
-from baton.testing import language
-from baton.testing.scripted import ScriptedDecode
+from batonlm.core.errors import Overloaded
+from batonlm.core.request.request import Request
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.request.migration import AT_ONCE
+from batonlm.router.request.pipeline import EventStream
+from batonlm.router.request.runner import MAX_UNCONFIRMED
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import (
     EXPECTED,

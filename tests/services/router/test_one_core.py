@@ -10,7 +10,7 @@ import pytest
 
 SETTLE = """
 import os, threading
-from baton.router.__main__ import yield_on_one_core
+from batonlm.router.__main__ import yield_on_one_core
 os.sched_setaffinity(0, {cores})
 yield_on_one_core()
 policies = [os.sched_getscheduler(0)]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     Unavailable,
 )
-from baton.core.handover.fit import short_name
-from baton.core.request.request import (
+from batonlm.core.handover.fit import short_name
+from batonlm.core.request.request import (
     ChatPrompt,
     Delta,
     FinishReason,
@@ -22,9 +22,9 @@ from baton.core.request.request import (
     TextPrompt,
     TokenPrompt,
 )
-from baton.router.config import RouterConfig
-from baton.router.request.runner import MAX_UNCONFIRMED
-from baton.testing import language
+from batonlm.router.config import RouterConfig
+from batonlm.router.request.runner import MAX_UNCONFIRMED
+from batonlm.testing import language
 from tests.services.router.conftest import PATIENCE_S, World, until
 
 PROMPT = "once upon a time"

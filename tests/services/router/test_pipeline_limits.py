@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -14,7 +14,7 @@ from baton.core.errors import (
     ModelNotFound,
     Overloaded,
 )
-from baton.core.request.request import (
+from batonlm.core.request.request import (
     Delta,
     FinishReason,
     Request,
@@ -22,9 +22,9 @@ from baton.core.request.request import (
     TextPrompt,
     TokenPrompt,
 )
-from baton.router.config import RouterConfig
-from baton.router.request.texts import MAX_DELTA_TOKENS
-from baton.testing import language
+from batonlm.router.config import RouterConfig
+from batonlm.router.request.texts import MAX_DELTA_TOKENS
+from batonlm.testing import language
 from tests.services.router.conftest import World, until
 
 PROMPT = "once upon a time"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import Request, TextPrompt
-from baton.core.routing.failures import Breaker
-from baton.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
-from baton.router.config import RouterConfig
-from baton.router.workers.fleet import Pool, Worker
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import Request, TextPrompt
+from batonlm.core.routing.failures import Breaker
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
+from batonlm.router.config import RouterConfig
+from batonlm.router.workers.fleet import Pool, Worker
 from tests.services.router.conftest import World, until
 
 PROMPT = "one long prompt, of which every byte is a token"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.request.request import Request, TextPrompt
-from baton.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerSpeed, WorkerState
-from baton.core.routing.scaling import ScalingPolicy
-from baton.router.config import RouterConfig
-from baton.router.observe.gauges import PoolTargets, pool_targets
-from baton.router.observe.metrics import RouterMetrics
-from baton.router.workers.discovery import Replicas
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.request.request import Request, TextPrompt
+from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerSpeed, WorkerState
+from batonlm.core.routing.scaling import ScalingPolicy
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.gauges import PoolTargets, pool_targets
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.workers.discovery import Replicas
 from tests.services.router.conftest import World
 
 MODEL = ModelDescription("m", "model", 4096, 100, (), "tokenizer")

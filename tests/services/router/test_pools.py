@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from baton.core.request.request import Request, TextPrompt
-from baton.core.routing.load import WorkerState
-from baton.router.config import RouterConfig
-from baton.router.workers.decode_session import DecodeSession
-from baton.router.workers.fleet import Pool
-from baton.testing.scripted import ScriptedWorker
+from batonlm.core.request.request import Request, TextPrompt
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.config import RouterConfig
+from batonlm.router.workers.decode_session import DecodeSession
+from batonlm.router.workers.fleet import Pool
+from batonlm.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import World, until
 
 REQUEST = Request(TextPrompt("once upon a time"), seed=7, max_tokens=40, ignore_eos=True)

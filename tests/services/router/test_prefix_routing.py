@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.request.request import Request, TokenPrompt
-from baton.router.config import RouterConfig
-from baton.router.workers.fleet import Pool
-from baton.testing import language
-from baton.testing.scripted import ScriptedWorker
+from batonlm.core.request.request import Request, TokenPrompt
+from batonlm.router.config import RouterConfig
+from batonlm.router.workers.fleet import Pool
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import World, until
 
 UNITS = 8

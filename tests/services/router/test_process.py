@@ -14,14 +14,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.ports import free_ports
-from baton.core.admission.api_keys import KeyBook, TenantLimits, render
+from batonlm.cli.ports import free_ports
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits, render
 from tests import leaks
 
 
 def start(*flags: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "baton.router", *flags],
+        [sys.executable, "-m", "batonlm.router", *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

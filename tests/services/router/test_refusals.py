@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.errors import (
+from batonlm.core.errors import (
     HandoverFailed,
     Incompatible,
     Internal,
@@ -12,9 +12,9 @@ from baton.core.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.core.routing.load import WorkerState
-from baton.router.config import RouterConfig
-from baton.testing.scripted import ScriptedDecode, ScriptedPrefill
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.config import RouterConfig
+from batonlm.testing.scripted import ScriptedDecode, ScriptedPrefill
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import EXPECTED, REQUEST, begin, check, finish
 

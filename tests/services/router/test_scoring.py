@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.request.prompt_logprobs import MAX_BYTES
-from baton.core.request.request import (
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.core.request.prompt_logprobs import MAX_BYTES
+from batonlm.core.request.request import (
     FinishReason,
     Request,
     SamplingParams,
     TextPrompt,
     TokenPrompt,
 )
-from baton.router.config import RouterConfig
-from baton.router.request.preparation import check_size
-from baton.testing import language
+from batonlm.router.config import RouterConfig
+from batonlm.router.request.preparation import check_size
+from batonlm.testing import language
 from tests.services.router.conftest import Answer, World, read, until
 
 TEXT = "The words of this prompt are known, and how likely each of them is."

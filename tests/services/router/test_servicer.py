@@ -11,19 +11,19 @@ import grpc
 import pytest
 from grpc_status import rpc_status
 
-from baton.core.errors import Reason
-from baton.core.observe.stages import StageTimes
-from baton.core.request.request import FinishReason
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.request.pipeline import EventStream
-from baton.router.request.texts import MAX_DELTA_TOKENS
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import ProcessServer
-from baton.testing import language
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
+from batonlm.core.errors import Reason
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.request import FinishReason
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.request.pipeline import EventStream
+from batonlm.router.request.texts import MAX_DELTA_TOKENS
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.server import ProcessServer
+from batonlm.testing import language
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.services.router.conftest import World, until
 
 PROMPT = "in the beginning"

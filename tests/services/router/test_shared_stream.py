@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.core.errors import BatonError
-from baton.router.workers.shared_stream import Broadcast, SharedStream
+from batonlm.core.errors import BatonError
+from batonlm.router.workers.shared_stream import Broadcast, SharedStream
 
 METHOD = "/test.Worker/Session"
 STEPS = 60

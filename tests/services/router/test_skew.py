@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.errors import Unavailable
-from baton.core.routing.load import WorkerState
-from baton.router.config import RouterConfig
-from baton.testing import language
-from baton.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
+from batonlm.core.errors import Unavailable
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.config import RouterConfig
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import EXPECTED, REQUEST, STEP_S, begin, busy, check, finish
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.observe.stages import StageTimes
-from baton.router.config import RouterConfig
-from baton.testing.scripted import ScriptedWorker
+from batonlm.core.observe.stages import StageTimes
+from batonlm.router.config import RouterConfig
+from batonlm.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import Answer, World
 from tests.services.router.disturbed import REQUEST, begin, busy, check, finish, moved
 

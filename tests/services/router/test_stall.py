@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.rpc.calls import StepLimit
+from batonlm.rpc.calls import StepLimit
 
 
 async def test_a_step_that_takes_too_long_ends_the_block() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.core.request.request import Request, TokenPrompt
-from baton.core.routing.load import WorkerState
-from baton.router.config import RouterConfig
-from baton.router.workers.fleet import Pool
+from batonlm.core.request.request import Request, TokenPrompt
+from batonlm.core.routing.load import WorkerState
+from batonlm.router.config import RouterConfig
+from batonlm.router.workers.fleet import Pool
 from tests.services.router.conftest import World, until
 
 CONFIG = RouterConfig(local_prefill_tokens=4096)

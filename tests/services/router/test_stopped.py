@@ -8,9 +8,9 @@ import signal
 import grpc
 import pytest
 
-from baton.testing import language
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc, types_pb2
+from batonlm.testing import language
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, types_pb2
 from tests.services.router.conftest import World
 from tests.services.router.router_process import router_process
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from baton.core.errors import BatonError, Unavailable
-from baton.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import SamplingParams, StopParams
-from baton.router.workers.decode_session import DecodeSession, Migration
-from baton.router.workers.detokenizer_session import DetokenizerSession
-from baton.router.workers.shared_stream import MAX_REFUSALS, SILENCE_S, Broadcast, ReconnectPolicy
-from baton.rpc.convert import choice_tokens_to_proto, error_to_proto, token_ids_to_bytes
-from baton.v1 import decode_pb2, detokenizer_pb2
+from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.router.workers.decode_session import DecodeSession, Migration
+from batonlm.router.workers.detokenizer_session import DetokenizerSession
+from batonlm.router.workers.shared_stream import MAX_REFUSALS, SILENCE_S, Broadcast, ReconnectPolicy
+from batonlm.rpc.convert import choice_tokens_to_proto, error_to_proto, token_ids_to_bytes
+from batonlm.v1 import decode_pb2, detokenizer_pb2
 
 ROUTER = WorkerIdentity("router", "r", "")
 DECODE = WorkerIdentity("decode", "d", "")

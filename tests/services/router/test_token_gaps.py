@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton.core.observe.timings import BOUNDS_S, Durations
-from baton.router.request.pacing import TokenGaps
+from batonlm.core.observe.timings import BOUNDS_S, Durations
+from batonlm.router.request.pacing import TokenGaps
 
 
 def test_tokens_of_one_message_share_its_gap() -> None:

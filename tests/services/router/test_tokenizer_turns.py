@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import Unavailable
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.core.routing.failures import Breaker
-from baton.core.routing.load import WorkerDescription
-from baton.router.workers.clients import TokenizerClient
-from baton.router.workers.fleet import Pool, Worker
-from baton.router.workers.shared_stream import Broadcast
-from baton.router.workers.tokenizers import (
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import Unavailable
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.routing.failures import Breaker
+from batonlm.core.routing.load import WorkerDescription
+from batonlm.router.workers.clients import TokenizerClient
+from batonlm.router.workers.fleet import Pool, Worker
+from batonlm.router.workers.shared_stream import Broadcast
+from batonlm.router.workers.tokenizers import (
     LONG_BYTES,
     MAX_GRAMMARS,
     SHORT_BYTES_PER_THREAD,

@@ -15,8 +15,8 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.request.model import AnswerFormat
-from baton.core.request.request import (
+from batonlm.core.request.model import AnswerFormat
+from batonlm.core.request.request import (
     ChatPrompt,
     FinishReason,
     Message,
@@ -25,14 +25,14 @@ from baton.core.request.request import (
     ToolChoice,
     ToolUse,
 )
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import HttpApp
-from baton.router.api.http.server import serve_http
-from baton.router.config import RouterConfig
-from baton.testing import language
-from baton.testing.language import says
-from baton.testing.scripted import ScriptedTokenizer
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.api.http.server import serve_http
+from batonlm.router.config import RouterConfig
+from batonlm.testing import language
+from batonlm.testing.language import says
+from batonlm.testing.scripted import ScriptedTokenizer
 from tests.services.router.conftest import World, until
 from tests.services.router_http.scripted import openai_client
 

@@ -9,17 +9,17 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from baton.core.errors import BatonError, Unavailable
-from baton.core.observe.stages import TraceContext
-from baton.core.request.request import ChatPrompt, Message, Request, TextPrompt
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.config import RouterConfig
-from baton.rpc.server import ProcessServer
-from baton.rpc.tracing import metadata_of
-from baton.testing import language
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.observe.stages import TraceContext
+from batonlm.core.request.request import ChatPrompt, Message, Request, TextPrompt
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.server import ProcessServer
+from batonlm.rpc.tracing import metadata_of
+from batonlm.testing import language
+from batonlm.v1 import inference_pb2, inference_pb2_grpc
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish, moved

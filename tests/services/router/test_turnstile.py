@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from baton.core.admission.concurrency_limiter import ConcurrencyLimiter
-from baton.core.admission.fair_queue import DrainRate, Entry, FairQueue
-from baton.core.errors import BatonError
-from baton.core.request.model import WorkerIdentity
-from baton.core.routing.failures import Breaker
-from baton.core.routing.load import WorkerDescription
-from baton.core.routing.routing import Decision
-from baton.router.request.dispatcher import (
+from batonlm.core.admission.concurrency_limiter import ConcurrencyLimiter
+from batonlm.core.admission.fair_queue import DrainRate, Entry, FairQueue
+from batonlm.core.errors import BatonError
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.routing.failures import Breaker
+from batonlm.core.routing.load import WorkerDescription
+from batonlm.core.routing.routing import Decision
+from batonlm.router.request.dispatcher import (
     Blocked,
     Dispatcher,
     PendingAttempt,
     Placement,
     WorkerClass,
 )
-from baton.router.workers.discovery import Discovery
-from baton.router.workers.fleet import Fleet, Worker
-from baton.rpc.channels import Channels
+from batonlm.router.workers.discovery import Discovery
+from batonlm.router.workers.fleet import Fleet, Worker
+from batonlm.rpc.channels import Channels
 
 TOKENS = 10
 """Of each input; the window has room for one."""

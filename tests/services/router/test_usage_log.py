@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import InvalidArgument, ModelNotFound
-from baton.core.observe.request_record import ChoiceEnd
-from baton.core.request.request import FinishReason
-from baton.router.observe import records
-from baton.router.observe.records import UsageLog
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import InvalidArgument, ModelNotFound
+from batonlm.core.observe.request_record import ChoiceEnd
+from batonlm.core.request.request import FinishReason
+from batonlm.router.observe import records
+from batonlm.router.observe.records import UsageLog
 from tests.core.test_request_history import over, record
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import PROMPT, REQUEST, begin

@@ -18,17 +18,17 @@ import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.errors import InvalidArgument, Reason
-from baton.router.api.vllm import engine_service
-from baton.router.config import RouterConfig
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.model_folder import tokenizer_digest
-from baton.testing import language
+from batonlm.core.errors import InvalidArgument, Reason
+from batonlm.router.api.vllm import engine_service
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import Gateway, gateway_of, request
 from tests.services.router.test_keys import Kept
 
-MODEL = Path(__file__).parents[3] / "services/baton/models/baton-tiny"
+MODEL = Path(__file__).parents[3] / "services/batonlm/models/baton-tiny"
 
 
 async def test_what_it_says_of_itself(gateway: Gateway) -> None:
@@ -196,11 +196,11 @@ async def test_options_that_cannot_be_are_refused(
         engine_service(world.pipeline, world.fleet, config)
     assert caught.value.field == "vllm_tokenizer"
     monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'baton\[vllm\]'") as caught:
+    with pytest.raises(InvalidArgument, match=r"pip install 'batonlm\[vllm\]'") as caught:
         engine_service(world.pipeline, world.fleet, RouterConfig(vllm_engine=True))
     assert caught.value.field == "vllm_engine"
 
 
 def test_a_router_without_it_loads_nothing_of_it() -> None:
-    loads = "import sys, baton.router.__main__; sys.exit('smg_grpc_proto' in sys.modules)"
+    loads = "import sys, batonlm.router.__main__; sys.exit('smg_grpc_proto' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loads], timeout=60).returncode == 0

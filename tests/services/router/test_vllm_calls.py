@@ -9,8 +9,8 @@ import pytest
 from google.protobuf.message import Message
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.errors import BatonError, InvalidArgument
-from baton.core.request.request import (
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.request.request import (
     Accepted,
     Delta,
     FinishReason,
@@ -22,10 +22,10 @@ from baton.core.request.request import (
     TokenLogprobs,
     TokenPrompt,
 )
-from baton.core.request.validation import validate
-from baton.router.api.translation import ANY_OBJECT, in_client_words
-from baton.router.api.vllm.engine import VllmEngine
-from baton.router.api.vllm.messages import (
+from batonlm.core.request.validation import validate
+from batonlm.router.api.translation import ANY_OBJECT, in_client_words
+from batonlm.router.api.vllm.engine import VllmEngine
+from batonlm.router.api.vllm.messages import (
     REASONS,
     REQUEST_FIELDS,
     SAMPLING_FIELDS,

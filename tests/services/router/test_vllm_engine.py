@@ -8,13 +8,13 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from baton.core.admission.api_keys import KeyBook, TenantLimits
-from baton.core.request.request import FinishReason
-from baton.router.api.vllm.engine import RunningCalls
-from baton.router.config import RouterConfig
-from baton.rpc.errors import from_rpc_error
-from baton.rpc.server import PUBLIC_STREAMS
-from baton.testing import language
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits
+from batonlm.core.request.request import FinishReason
+from batonlm.router.api.vllm.engine import RunningCalls
+from batonlm.router.config import RouterConfig
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.server import PUBLIC_STREAMS
+from batonlm.testing import language
 from tests.services.router.conftest import World, until
 from tests.services.router.gateway import IDS, TEXT, Gateway, gateway_of, request, sampling
 from tests.services.router.test_default_deny import IndexAuthenticator

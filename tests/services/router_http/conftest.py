@@ -9,7 +9,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.api.http.server import HttpServer, serve_http
+from batonlm.router.api.http.server import HttpServer, serve_http
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app, openai_client
 
 

@@ -17,15 +17,15 @@ import openai
 from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
-from baton.core.admission.admission import Admission, AdmissionLimits, FleetState, Holding
-from baton.core.admission.fair_queue import DrainRate, FairQueue
-from baton.core.admission.tenant_budgets import Refusal
-from baton.core.admission.tenants import Tenant
-from baton.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
-from baton.core.observe.request_record import RequestRecord
-from baton.core.observe.stages import StageTimes
-from baton.core.request.model import ModelDescription
-from baton.core.request.request import (
+from batonlm.core.admission.admission import Admission, AdmissionLimits, FleetState, Holding
+from batonlm.core.admission.fair_queue import DrainRate, FairQueue
+from batonlm.core.admission.tenant_budgets import Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
+from batonlm.core.observe.request_record import RequestRecord
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.request import (
     Accepted,
     ChatPrompt,
     Delta,
@@ -38,15 +38,15 @@ from baton.core.request.request import (
     TokenLogprobs,
     TokenPrompt,
 )
-from baton.core.request.validation import validate
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.grpc.access import KeyInterceptor
-from baton.router.api.grpc.inference import InferenceServicer
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import HttpApp
-from baton.router.request.pipeline import Pipeline
-from baton.router.workers.tokenizers import EncodedPrompt
-from baton.rpc.server import ProcessServer
+from batonlm.core.request.validation import validate
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.workers.tokenizers import EncodedPrompt
+from batonlm.rpc.server import ProcessServer
 
 ANYONE = HttpAccess(OpenAuthenticator())
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from baton.router.api.access import Authenticator, OpenAuthenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import playground_routes
-from baton.rpc.address import AllowedHosts
+from batonlm.router.api.access import Authenticator, OpenAuthenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import playground_routes
+from batonlm.rpc.address import AllowedHosts
 from tests.services.router.test_keys import Kept
 from tests.services.router_http.scripted import Scripted, http_app
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.router.api.http.schema import REFUSED, ChatBody, CompletionBody
+from batonlm.router.api.http.schema import REFUSED, ChatBody, CompletionBody
 from tests.services.router_http.scripted import MODEL, Scripted
 
 CHAT = "/v1/chat/completions"

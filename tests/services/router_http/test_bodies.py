@@ -15,14 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from baton.core.admission.admission import Admission, AdmissionLimits, FleetState
-from baton.core.admission.fair_queue import DrainRate, FairQueue
-from baton.core.admission.tenants import ANYONE, Tenant
-from baton.router.api.access import OpenAuthenticator
-from baton.router.api.http import body as bodies
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import HttpApp
-from baton.rpc.address import AllowedHosts
+from batonlm.core.admission.admission import Admission, AdmissionLimits, FleetState
+from batonlm.core.admission.fair_queue import DrainRate, FairQueue
+from batonlm.core.admission.tenants import ANYONE, Tenant
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.http import body as bodies
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
+from batonlm.rpc.address import AllowedHosts
 from tests.services.router_http.scripted import Scripted, http_app
 
 KIB = 1 << 10

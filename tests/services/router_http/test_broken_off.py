@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.errors import Internal, Unavailable
+from batonlm.core.errors import Internal, Unavailable
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 BODY = {"prompt": "abc", "max_tokens": 100, "stream": True}

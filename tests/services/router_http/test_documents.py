@@ -10,8 +10,8 @@ import httpx
 import msgspec
 import pytest
 
-from baton.core.errors import Overloaded
-from baton.router.api.http import answer_schema as answers
+from batonlm.core.errors import Overloaded
+from batonlm.router.api.http import answer_schema as answers
 from tests.core.test_request_history import record
 from tests.services.router_http.scripted import MODEL, Scripted
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.request.request import TokenPrompt
+from batonlm.core.request.request import TokenPrompt
 from tests.services.router_http.scripted import Scripted, whole_answer
 
 COMPLETIONS = "/v1/completions"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.core.request.request import Grammar, GrammarKind
-from baton.router.api.grpc.inference import chat_from_proto
-from baton.router.api.http.parse import parse_chat, parse_completion
-from baton.router.api.translation import in_client_words
-from baton.v1 import inference_pb2 as pb
-from baton.v1.tokenizer_pb2 import ChatMessage
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.router.api.grpc.inference import chat_from_proto
+from batonlm.router.api.http.parse import parse_chat, parse_completion
+from batonlm.router.api.translation import in_client_words
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1.tokenizer_pb2 import ChatMessage
 
 SCHEMA = '{"type": "object", "properties": {"b": {}, "a": {}}}'
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.router.api.http.server import HttpServer, serve_http
-from baton.rpc import tls
-from baton.rpc.tls import Certificates
+from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.rpc import tls
+from batonlm.rpc.tls import Certificates
 from tests.rpc.authority import Authority, Files
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 from tests.services.router_http.test_server import CHAT, HELLO

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton.router.api.http.connections import HttpLimits
-from baton.router.api.http.server import HttpServer
+from batonlm.router.api.http.connections import HttpLimits
+from batonlm.router.api.http.server import HttpServer
 from tests.services.router_http.scripted import Scripted
 from tests.services.router_http.test_server import connected, post, serving
 

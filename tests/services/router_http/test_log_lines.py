@@ -18,6 +18,6 @@ async def test_a_fault_is_logged_with_its_request(
     frontend.failure = ZeroDivisionError("hush")
     answer = await http.post("/v1/completions", json=ASKED | {"stream": stream})
     assert "internal error" in answer.text and "hush" not in answer.text
-    (line,) = [record for record in caplog.records if record.name.startswith("baton.router")]
+    (line,) = [record for record in caplog.records if record.name.startswith("batonlm.router")]
     assert vars(line)["request_id"] == answer.headers["x-request-id"]
     assert vars(line).get("trace_id") == ("a" * 32 if stream else None)

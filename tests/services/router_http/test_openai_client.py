@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from baton.core.admission.tenant_budgets import Limit, Refusal
-from baton.core.errors import Internal, InvalidArgument, Overloaded
-from baton.core.request.request import ChatPrompt
+from batonlm.core.admission.tenant_budgets import Limit, Refusal
+from batonlm.core.errors import Internal, InvalidArgument, Overloaded
+from batonlm.core.request.request import ChatPrompt
 from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
 
 # openai's overloads know neither extra parameters nor extra fields; both are looked at here.

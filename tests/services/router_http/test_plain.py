@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
-from baton.router.api.http.answers import AnswerWriter, ChatAnswer, CompletionAnswer
-from baton.router.api.http.generation import PlainChunks
-from baton.router.api.http.parse import parse_chat, parse_completion
-from baton.router.api.http.responses import Json, encode
+from batonlm.core.request.request import Accepted, Delta, FinishReason, TextLogprob, TokenLogprobs
+from batonlm.router.api.http.answers import AnswerWriter, ChatAnswer, CompletionAnswer
+from batonlm.router.api.http.generation import PlainChunks
+from batonlm.router.api.http.parse import parse_chat, parse_completion
+from batonlm.router.api.http.responses import Json, encode
 
 ACCEPTED = [Accepted(f"r{prompt}", 'a "model"', 3, 7, ()) for prompt in range(2)]
 

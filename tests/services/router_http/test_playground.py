@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 from prometheus_client import CollectorRegistry
 
-from baton.core.admission.api_keys import KeyBook, TenantLimits, render
-from baton.router.api.access import KeyAuthenticator
-from baton.router.api.http.access import HttpAccess
-from baton.router.api.http.app import playground_routes
-from baton.router.api.http.server import serve_http
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits, render
+from batonlm.router.api.access import KeyAuthenticator
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import playground_routes
+from batonlm.router.api.http.server import serve_http
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 PAGES = playground_routes()

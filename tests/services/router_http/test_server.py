@@ -11,12 +11,12 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton.core.errors import InvalidArgument
-from baton.core.observe.stages import UNTRACED, TraceContext
-from baton.router.api.http import generation
-from baton.router.api.http.connections import HttpLimits
-from baton.router.api.http.server import HttpServer, serve_http
-from baton.rpc.address import PortInUse
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.observe.stages import UNTRACED, TraceContext
+from batonlm.router.api.http import generation
+from batonlm.router.api.http.connections import HttpLimits
+from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.rpc.address import PortInUse
 from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, http_app, whole_answer
 
 CHAT = "/v1/chat/completions"

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.observe.stages import StageTimes
-from baton.core.request.model import WorkerIdentity
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.model import WorkerIdentity
 from tests.services.router_http.scripted import Scripted
 
 ASK = {"x-baton-timings": "true"}

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.request.request import ChatPrompt, TextPrompt, TokenPrompt
+from batonlm.core.request.request import ChatPrompt, TextPrompt, TokenPrompt
 from tests.services.router_http.scripted import MODEL, Scripted
 
 

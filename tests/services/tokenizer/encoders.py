@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from baton.core.request.model import ModelDescription, WorkerIdentity
-from baton.rpc.server import ProcessServer, Service
-from baton.tokenizer.grammar_checker import Checker
-from baton.tokenizer.servicer import BatchExecutor, TokenizerServicer
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.rpc.server import ProcessServer, Service
+from batonlm.tokenizer.grammar_checker import Checker
+from batonlm.tokenizer.servicer import BatchExecutor, TokenizerServicer
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub, add_TokenizerServicer_to_server
 
 
 @asynccontextmanager

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from baton.core.errors import BatonError
-from baton.core.request.request import Prompt
-from baton.tokenizer.encoder import Asked, Encoded, Encoder, load_tokenizer
-from baton.tokenizer.renderers import Renderers
+from batonlm.core.errors import BatonError
+from batonlm.core.request.request import Prompt
+from batonlm.tokenizer.encoder import Asked, Encoded, Encoder, load_tokenizer
+from batonlm.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import made
 
 RENDERERS = Renderers(cpu_s=5.0, max_characters=1 << 20)

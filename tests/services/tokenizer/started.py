@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 
-from baton.rpc.channels import INTERNAL_CLIENT
+from batonlm.rpc.channels import INTERNAL_CLIENT
 
 PATIENCE_S = 60
 SMALL_WINDOW = (*INTERNAL_CLIENT, ("grpc.http2.bdp_probe", 0))
@@ -50,8 +50,8 @@ class Started:
 async def started(
     role: str, model: Path, *flags: str, constants: str = ""
 ) -> AsyncIterator[Started]:
-    """constants: replaced as `baton.testing.worker` says."""
-    module = ("baton.testing.worker", role) if constants else (f"baton.{role}",)
+    """constants: replaced as `batonlm.testing.worker` says."""
+    module = ("batonlm.testing.worker", role) if constants else (f"batonlm.{role}",)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *module, "--model", str(model)),
         *("--listen", "127.0.0.1:0", "--log-level", "warning", *flags),
@@ -74,7 +74,7 @@ async def started(
 async def exit_of(role: str, *flags: str) -> tuple[int, str]:
     """Exit code and stderr of a process that does not get to serve."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"baton.{role}", "--listen", "127.0.0.1:0", *flags),
+        *(sys.executable, "-m", f"batonlm.{role}", "--listen", "127.0.0.1:0", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from baton.rpc.loop import Loop
-from baton.tokenizer.child import Child
+from batonlm.rpc.loop import Loop
+from batonlm.tokenizer.child import Child
 
-MODULE, ARGUMENTS = "baton.tokenizer.render_process", ("60", "9", str(1 << 29))
+MODULE, ARGUMENTS = "batonlm.tokenizer.render_process", ("60", "9", str(1 << 29))
 LINE = b'{"setup": {"source": "%s"}, "chat": {"messages": [{"role": "user", "content": ""}]}}\n'
 ENDLESS = LINE % b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -79,7 +79,7 @@ def test_another_thread_may_end_it(child: Child) -> None:
 
 
 def test_one_that_says_nothing_is_not_ready() -> None:
-    silent = Child("baton.tokenizer.no_such_module")
+    silent = Child("batonlm.tokenizer.no_such_module")
     assert not silent.ready(30)
     assert silent.code == 1
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
-from baton.core.request.request import ChatPrompt, Message, TextPrompt, Tool, ToolCall
-from baton.tokenizer.encoder import ControlTokens
+from batonlm.core.request.request import ChatPrompt, Message, TextPrompt, Tool, ToolCall
+from batonlm.tokenizer.encoder import ControlTokens
 from tests.services.tokenizer.made_tokenizers import FAMILIES, ODD_FAMILIES, TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import CHATML, encoder_of, ids_of, write_folder
 

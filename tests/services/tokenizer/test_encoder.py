@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument
-from baton.core.kvcache.prefix import prefix_hashes
-from baton.core.request.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
-from baton.tokenizer.encoder import load_tokenizer
-from baton.tokenizer.renderers import Renderers
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.kvcache.prefix import prefix_hashes
+from batonlm.core.request.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from batonlm.tokenizer.encoder import load_tokenizer
+from batonlm.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import TEXTS
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from baton.core.request.request import ChatPrompt, Message, TextPrompt
-from baton.tokenizer.encoder import Encoder
+from batonlm.core.request.request import ChatPrompt, Message, TextPrompt
+from batonlm.tokenizer.encoder import Encoder
 from tests.services.tokenizer.made_tokenizers import FAMILIES, TEXTS, made
 from tests.services.tokenizer.model_folders import CHATML, encoder_of, ids_of, write_folder
 

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from baton.core.errors import Internal, InvalidArgument, Overloaded
-from baton.core.request.request import Grammar, GrammarKind
-from baton.tokenizer import grammar_checker
-from baton.tokenizer.grammar_checker import Checker
+from batonlm.core.errors import Internal, InvalidArgument, Overloaded
+from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.tokenizer import grammar_checker
+from batonlm.tokenizer.grammar_checker import Checker
 from tests.grammar.answering import BUNDLED
 
 GOOD = Grammar(GrammarKind.REGEX, "[a-z]+")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.tokenizer.servicer import (
+from batonlm.tokenizer.servicer import (
     BATCH_BYTES,
     BATCH_JOBS,
     LONG_BYTES,

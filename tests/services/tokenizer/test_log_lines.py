@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from baton.core.errors import BatonError, Internal, InvalidArgument
-from baton.core.observe.stages import TraceContext
-from baton.rpc.errors import REQUEST_ID_KEY
-from baton.rpc.tracing import metadata_of
-from baton.tokenizer.encoder import Asked, Encoded
-from baton.v1 import tokenizer_pb2 as pb
+from batonlm.core.errors import BatonError, Internal, InvalidArgument
+from batonlm.core.observe.stages import TraceContext
+from batonlm.rpc.errors import REQUEST_ID_KEY
+from batonlm.rpc.tracing import metadata_of
+from batonlm.tokenizer.encoder import Asked, Encoded
+from batonlm.v1 import tokenizer_pb2 as pb
 from tests.services.tokenizer.encoders import serving
 
 TRACE = "a" * 32
@@ -64,11 +64,11 @@ async def test_faults_name_their_request(
 ) -> None:
     stub, encoder = served
     encoder.error = error
-    caplog.set_level(logging.DEBUG, "baton.tokenizer")
+    caplog.set_level(logging.DEBUG, "batonlm.tokenizer")
     inputs = [pb.EncodeInput(text="x")]
     answer = await stub.Encode(pb.EncodeRequest(inputs=inputs), metadata=CALL)
     assert answer.outputs[0].HasField("error") is (error is not None)
-    lines = [record for record in caplog.records if record.name.startswith("baton.tokenizer")]
+    lines = [record for record in caplog.records if record.name.startswith("batonlm.tokenizer")]
     assert [line.levelno for line in lines] == ([] if level is None else [level])
     for line in lines:
         assert (vars(line)["request_id"], vars(line)["trace_id"]) == ("r1", TRACE)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from baton.tokenizer.encoder import ENTRY_BYTES, MIN_CHARACTERS, PrefixCache, cut_tokens
+from batonlm.tokenizer.encoder import ENTRY_BYTES, MIN_CHARACTERS, PrefixCache, cut_tokens
 from tests.services.tokenizer.made_tokenizers import FAMILIES, ODD_FAMILIES, TEXTS, made
 
 LONG = " ".join(TEXTS) * 3

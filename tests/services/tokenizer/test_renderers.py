@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.core.errors import InvalidArgument, Overloaded
-from baton.core.request.request import ChatPrompt, Message
-from baton.tokenizer.renderers import BASE_MEMORY_BYTES, MEMORY_PER_CHARACTER, Renderers, Setup
+from batonlm.core.errors import InvalidArgument, Overloaded
+from batonlm.core.request.request import ChatPrompt, Message
+from batonlm.tokenizer.renderers import BASE_MEMORY_BYTES, MEMORY_PER_CHARACTER, Renderers, Setup
 from tests.services.tokenizer.model_folders import CHATML, encoded, encoder_of, ids_of, write_folder
 
 MESSAGES = (Message("user", "0123456789"), Message("assistant", "é 🐧"))
@@ -64,7 +64,7 @@ def running() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children()
-        if "baton.tokenizer.render_process" in child.cmdline()
+        if "batonlm.tokenizer.render_process" in child.cmdline()
     ]
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.router.workers.clients import TokenizerClient
-from baton.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
-from baton.rpc.model_folder import tokenizer_digest
-from baton.v1 import tokenizer_pb2 as pb
-from baton.v1 import types_pb2, worker_pb2, worker_pb2_grpc
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from batonlm.core.errors import InvalidArgument
+from batonlm.router.workers.clients import TokenizerClient
+from batonlm.rpc.convert import token_ids_from_bytes, token_ids_to_bytes
+from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.v1 import tokenizer_pb2 as pb
+from batonlm.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 from tests.services.tokenizer.started import Started, exit_of, started

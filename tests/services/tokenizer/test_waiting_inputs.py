@@ -11,11 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.core.request.request import TextPrompt
-from baton.tokenizer.encoder import Asked, Encoded
-from baton.tokenizer.servicer import TokenizerServicer
-from baton.v1 import tokenizer_pb2 as pb
-from baton.v1.tokenizer_pb2_grpc import TokenizerStub
+from batonlm.core.request.request import TextPrompt
+from batonlm.tokenizer.encoder import Asked, Encoded
+from batonlm.tokenizer.servicer import TokenizerServicer
+from batonlm.v1 import tokenizer_pb2 as pb
+from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.services.tokenizer.encoders import serving
 
 PATIENCE_S = 20

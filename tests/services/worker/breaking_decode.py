@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.scheduler.plan import StepPlan
-from baton.testing.fake_runner import FakeRunner
-from baton.testing.worker import main
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.testing.worker import main
 
 
 def out_of_memory(self: FakeRunner, plan: StepPlan) -> None:

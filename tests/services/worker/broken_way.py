@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from baton.testing.worker import main
-from baton.transfer.loopback import LoopbackTransport
+from batonlm.testing.worker import main
+from batonlm.transfer.loopback import LoopbackTransport
 
 post = LoopbackTransport.post
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from baton.core.scheduler.plan import StepPlan
-from baton.testing.fake_runner import FakeRunner
-from baton.testing.worker import main
-from baton.transfer.nixl import NixlTransport
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.testing.worker import main
+from batonlm.transfer.nixl import NixlTransport
 
 post, submit = NixlTransport.post, FakeRunner.submit
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from baton.testing.worker import main
-from baton.transfer.receiver import Collected, IncomingTransfer
+from batonlm.testing.worker import main
+from batonlm.transfer.receiver import Collected, IncomingTransfer
 
 run = IncomingTransfer.run
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from baton.core.scheduler.plan import ModelRunner
-from baton.testing.worker import main, open_disturbed
-from baton.worker.engine import Loading
-from baton.worker.options import WorkerOptions
+from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.testing.worker import main, open_disturbed
+from batonlm.worker.engine import Loading
+from batonlm.worker.options import WorkerOptions
 
 
 def load_when_told(options: WorkerOptions, loading: Loading) -> ModelRunner:

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from baton.testing.fake_runner import FakeRunner
-from baton.testing.worker import main
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.testing.worker import main
 
 made = FakeRunner.__init__
 

@@ -15,36 +15,36 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.core.handover.table import LIMITS, State, StateLimit
-from baton.core.kvcache.block_pool import BlockPool
-from baton.core.request.attempt import Attempt, SequenceKey
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import SamplingParams, StopParams
-from baton.core.scheduler.events import Event, NewTokens
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import StepPlan
-from baton.core.scheduler.policy import PREFILL, SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.decode.service import DecodeService
-from baton.decode.servicer import DecodeServicer
-from baton.engine.thread import EngineThread
-from baton.grammar.book import GrammarBook
-from baton.prefill.service import PrefillService, PrefillServicer
-from baton.rpc.channels import Channels
-from baton.rpc.convert import attempt_to_proto
-from baton.rpc.server import ProcessServer, Service
-from baton.rpc.tracing import OFF, Tracer
-from baton.testing.fake_runner import FakeRunner
-from baton.transfer.peers import SenderConnection
-from baton.transfer.receiver import KvReceiver
-from baton.transfer.sender import KvSender
-from baton.transfer.stats import HandoverStats
-from baton.transfer.transports import Staging
-from baton.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from batonlm.core.handover.table import LIMITS, State, StateLimit
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.events import Event, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.decode.service import DecodeService
+from batonlm.decode.servicer import DecodeServicer
+from batonlm.engine.thread import EngineThread
+from batonlm.grammar.book import GrammarBook
+from batonlm.prefill.service import PrefillService, PrefillServicer
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.convert import attempt_to_proto
+from batonlm.rpc.server import ProcessServer, Service
+from batonlm.rpc.tracing import OFF, Tracer
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import KvReceiver
+from batonlm.transfer.sender import KvSender
+from batonlm.transfer.stats import HandoverStats
+from batonlm.transfer.transports import Staging
+from batonlm.v1 import decode_pb2_grpc, handover_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
-    from baton.v1.decode_pb2_grpc import DecodeAsyncStub
-    from baton.v1.prefill_pb2_grpc import PrefillAsyncStub
+    from batonlm.v1.decode_pb2_grpc import DecodeAsyncStub
+    from batonlm.v1.prefill_pb2_grpc import PrefillAsyncStub
 
 PATIENCE_S = 30
 BUFFER_BYTES = 4096

@@ -16,12 +16,12 @@ from urllib.request import urlopen
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.core.request.attempt import Attempt
-from baton.core.request.model import WorkerIdentity
-from baton.rpc.convert import attempt_to_proto, identity_from_proto
-from baton.v1 import prefill_pb2, worker_pb2
-from baton.v1.prefill_pb2_grpc import PrefillStub
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.rpc.convert import attempt_to_proto, identity_from_proto
+from batonlm.v1 import prefill_pb2, worker_pb2
+from batonlm.v1.prefill_pb2_grpc import PrefillStub
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests import leaks
 from tests.services.worker.pair import PATIENCE_S
 
@@ -57,8 +57,8 @@ async def worker(
 ) -> AsyncIterator[Process]:
     """Runs until the block is left. A worker that still runs then must hold nothing."""
     command = [module]
-    if runner == "fake" and module.startswith("baton."):
-        command = ["baton.testing.worker", module.removeprefix("baton.")]
+    if runner == "fake" and module.startswith("batonlm."):
+        command = ["batonlm.testing.worker", module.removeprefix("batonlm.")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *command, "--model", str(folder)),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from baton.core.errors import BatonError
-from baton.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from baton.core.request.model import WorkerIdentity
-from baton.core.request.request import FinishReason
-from baton.rpc.convert import (
+from batonlm.core.errors import BatonError
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import FinishReason
+from batonlm.rpc.convert import (
     attempt_to_proto,
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
 )
-from baton.v1 import decode_pb2 as pb
+from batonlm.v1 import decode_pb2 as pb
 from tests.services.worker.pair import Pair, keys_of, until
 
 if TYPE_CHECKING:
-    from baton.v1.decode_pb2_grpc import DecodeAsyncStub
+    from batonlm.v1.decode_pb2_grpc import DecodeAsyncStub
 
 
 class RouterEnd:

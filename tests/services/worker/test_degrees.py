@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.transfer import nixl
-from baton.v1.decode_pb2_grpc import DecodeStub
+from batonlm.transfer import nixl
+from batonlm.v1.decode_pb2_grpc import DecodeStub
 from tests.engine.driving import random_prompts
 from tests.engine.modes import attempt
 from tests.engine.test_parity import expected
@@ -35,7 +35,7 @@ REAL: Any = {"runner": "torch", "start_s": 240}
 
 
 def command(role: str, block_size: int, *ranks: str) -> tuple[str, tuple[str, ...]]:
-    return f"baton.{role}", (*SMALL, "--block-size", str(block_size), *ranks)
+    return f"batonlm.{role}", (*SMALL, "--block-size", str(block_size), *ranks)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import InvalidArgument
-from baton.engine.gpus import Driver, Gpu
-from baton.worker import hardware
-from baton.worker.hardware import Sizes, settled, sizes
-from baton.worker.options import DecodeConfig, WorkerOptions
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.gpus import Driver, Gpu
+from batonlm.worker import hardware
+from batonlm.worker.hardware import Sizes, settled, sizes
+from batonlm.worker.options import DecodeConfig, WorkerOptions
 
 GIB = 1 << 30
 H100 = Gpu(0, "GPU-0", "H100", 80 * GIB, 79 * GIB)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import Incompatible, InvalidArgument
-from baton.rpc.address import is_loopback
-from baton.rpc.convert import identity_to_proto, layout_to_proto
-from baton.testing.fake_runner import FakeRunner
-from baton.transfer.kv_chunk import DIGESTS, POLY, XXH3
-from baton.transfer.peers import SenderConnection
-from baton.transfer.ucx import KvNetwork, Ucx, choose
-from baton.v1 import handover_pb2 as pb
-from baton.worker.options import WorkerOptions
-from baton.worker.process import network_of, ucx_of
+from batonlm.core.errors import Incompatible, InvalidArgument
+from batonlm.rpc.address import is_loopback
+from batonlm.rpc.convert import identity_to_proto, layout_to_proto
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.transfer.kv_chunk import DIGESTS, POLY, XXH3
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose
+from batonlm.v1 import handover_pb2 as pb
+from batonlm.worker.options import WorkerOptions
+from batonlm.worker.process import network_of, ucx_of
 from tests.kv.listeners import listeners
 from tests.kv.rig import LAYOUT, Pool, Rig, identity, rig
 from tests.services.worker.pair import PATIENCE_S
@@ -30,7 +30,7 @@ from tests.services.worker.processes import Process, worker
 async def refused(folder: Path, *flags: str) -> str:
     """What a worker that must not start says."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.prefill", "--model", str(folder)),
+        *(sys.executable, "-m", "batonlm.prefill", "--model", str(folder)),
         *flags,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -65,7 +65,7 @@ async def test_a_worker_of_one_machine_opens_no_way_in(
 ) -> None:
     """Two ports, of gRPC and of metrics, on loopback; UCX with nothing said listens on all."""
     monkeypatch.delenv("UCX_TLS", raising=False)
-    async with worker("baton.prefill", tmp_path, "--transport", "nixl") as prefill:
+    async with worker("batonlm.prefill", tmp_path, "--transport", "nixl") as prefill:
         meeting = await meeting_with(prefill)
         assert (meeting.transport, meeting.kv_network, meeting.digest) == ("nixl", "local", XXH3)
         assert tuple(meeting.ucx_transports) == Ucx().transports
@@ -91,7 +91,7 @@ async def test_tcp_that_nobody_declared_ends_the_start(
 async def test_tcp_that_is_declared_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     flags = ("--transport", "nixl", "--kv-network", "isolated", "--ucx-devices", "lo")
-    async with worker("baton.prefill", tmp_path, *flags) as prefill:
+    async with worker("batonlm.prefill", tmp_path, *flags) as prefill:
         meeting = await meeting_with(prefill)
         assert (meeting.kv_network, meeting.digest) == ("isolated", POLY)
         assert list(meeting.ucx_transports) == ["tcp", "self"]

@@ -14,23 +14,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from baton.core.errors import InvalidArgument, Unavailable
-from baton.core.kvcache.block_pool import BlockPool, Extents
-from baton.core.request.model import KvLayout
-from baton.core.scheduler.loop import EngineLoop
-from baton.core.scheduler.plan import KvPayload, StagingMemory
-from baton.core.scheduler.policy import SchedulerPolicy
-from baton.core.scheduler.scheduler import Scheduler
-from baton.engine.kv.staging import DeviceStaging
-from baton.engine.thread import EngineThread
-from baton.testing.fake_runner import FakeRunner
-from baton.transfer import nixl
-from baton.transfer.staging import NO_FAULTS
-from baton.transfer.stats import HandoverStats
-from baton.transfer.transports import Staging
-from baton.transfer.ucx import KvNetwork, Ucx, choose, gpudirect
-from baton.worker.options import WorkerOptions
-from baton.worker.staging import open_staging, pool_shape
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.core.kvcache.block_pool import BlockPool, Extents
+from batonlm.core.request.model import KvLayout
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import KvPayload, StagingMemory
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.kv.staging import DeviceStaging
+from batonlm.engine.thread import EngineThread
+from batonlm.testing.fake_runner import FakeRunner
+from batonlm.transfer import nixl
+from batonlm.transfer.staging import NO_FAULTS
+from batonlm.transfer.stats import HandoverStats
+from batonlm.transfer.transports import Staging
+from batonlm.transfer.ucx import KvNetwork, Ucx, choose, gpudirect
+from batonlm.worker.options import WorkerOptions
+from batonlm.worker.staging import open_staging, pool_shape
 from tests.engine.devices import reason_against_interpreter
 from tests.kv.rig import identity
 

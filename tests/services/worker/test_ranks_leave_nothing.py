@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.core.scheduler.plan import StepPlan
-from baton.engine.config import EngineConfig
-from baton.engine.ranks.processes import RankProcesses
-from baton.engine.ranks.runner import RankedRunner
+from batonlm.core.scheduler.plan import StepPlan
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.processes import RankProcesses
+from batonlm.engine.ranks.runner import RankedRunner
 from tests.engine.tiny_models import save_tiny_model
 from tests.services.worker.pair import until
 from tests.services.worker.processes import Process, worker
@@ -28,7 +28,9 @@ class Ranked:
     def __init__(self, worker: Process) -> None:
         self.worker = worker
         own = psutil.Process(worker.process.pid)
-        self.ranks = [child for child in own.children() if "baton.engine.ranks" in child.cmdline()]
+        self.ranks = [
+            child for child in own.children() if "batonlm.engine.ranks" in child.cmdline()
+        ]
 
     def alive(self) -> list[psutil.Process]:
         return [rank for rank in self.ranks if rank.is_running() and rank.status() != "zombie"]
@@ -37,7 +39,7 @@ class Ranked:
 @pytest.fixture
 async def ranked(tmp_path: Path) -> AsyncIterator[Ranked]:
     folder = save_tiny_model("llama", tmp_path / "m")
-    async with worker("baton.decode", folder, *SMALL, *STAGED, **REAL) as process:
+    async with worker("batonlm.decode", folder, *SMALL, *STAGED, **REAL) as process:
         yield Ranked(process)
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from baton.transfer import nixl
-from baton.v1 import worker_pb2
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.transfer import nixl
+from batonlm.v1 import worker_pb2
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.services.worker.pair import PATIENCE_S
 from tests.services.worker.processes import becomes, metrics_of, worker
 
 MODULE = "tests.services.worker.broken_way"
 LOOPBACK = ("--transport", "loopback")
-FAST = {"BATON_TEST_CONSTANTS": "baton.worker.process.PROBE_INTERVAL_S=0.05"}
+FAST = {"BATON_TEST_CONSTANTS": "batonlm.worker.process.PROBE_INTERVAL_S=0.05"}
 
 
 async def test_a_way_that_breaks_makes_not_ready_until_it_works_again(tmp_path: Path) -> None:

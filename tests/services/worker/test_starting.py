@@ -14,9 +14,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.ports import free_ports
-from baton.v1 import worker_pb2
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.cli.ports import free_ports
+from batonlm.v1 import worker_pb2
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.services.worker.pair import PATIENCE_S
 from tests.services.worker.processes import becomes, metrics_of, worker
 
@@ -102,7 +102,7 @@ async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 async def test_one_that_stands_by_is_ready_and_says_so(tmp_path: Path) -> None:
-    async with worker("baton.decode", tmp_path, "--standby", "true") as standby:
+    async with worker("batonlm.decode", tmp_path, "--standby", "true") as standby:
         watch = WorkerStub(standby.channel).Watch(worker_pb2.WatchRequest())
         first: Any = await watch.read()
         watch.cancel()

@@ -9,8 +9,8 @@ import grpc
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
-from baton.core.request.attempt import Attempt
-from baton.rpc.tracing import Span
+from batonlm.core.request.attempt import Attempt
+from batonlm.rpc.tracing import Span
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.worker.pair import attempt, keys_of, new_id, pair, until
 from tests.services.worker.router_end import router

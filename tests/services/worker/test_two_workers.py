@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from baton.core.errors import HandoverFailed
-from baton.core.request.attempt import ChoiceTokens
-from baton.rpc.convert import choice_tokens_from_proto
-from baton.rpc.metrics import KV_SOURCE, counter
-from baton.transfer import nixl
+from batonlm.core.errors import HandoverFailed
+from batonlm.core.request.attempt import ChoiceTokens
+from batonlm.rpc.convert import choice_tokens_from_proto
+from batonlm.rpc.metrics import KV_SOURCE, counter
+from batonlm.transfer import nixl
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, pair, reference
 from tests.services.worker.router_end import router
 

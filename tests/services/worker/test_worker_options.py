@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from baton.cli.layout import resolve_model
-from baton.core.errors import InvalidArgument
-from baton.core.scheduler.policy import QueueLimit
-from baton.engine.config import MIB, EngineConfig
-from baton.rpc.config import load
-from baton.testing.worker import (
+from batonlm.cli.layout import resolve_model
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.policy import QueueLimit
+from batonlm.engine.config import MIB, EngineConfig
+from batonlm.rpc.config import load
+from batonlm.testing.worker import (
     DisturbedDecodeConfig,
     DisturbedPrefillConfig,
     open_disturbed,
     replace_constants,
 )
-from baton.worker import options as worker_options
-from baton.worker.engine import engine_config, open_runner
-from baton.worker.options import DecodeConfig, PrefillConfig, WorkerOptions
+from batonlm.worker import options as worker_options
+from batonlm.worker.engine import engine_config, open_runner
+from batonlm.worker.options import DecodeConfig, PrefillConfig, WorkerOptions
 
 OPTIONS = DecodeConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
 CHANGES: dict[str, tuple[Any, str, Any]] = {
@@ -116,9 +116,9 @@ def test_who_serves_cannot_be_disturbed(cls: type[WorkerOptions], flag: str) -> 
 
 def test_constants_are_replaced_for_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_options, "MAX_WAITING", worker_options.MAX_WAITING)
-    replace_constants("baton.worker.options.MAX_WAITING=7")
+    replace_constants("batonlm.worker.options.MAX_WAITING=7")
     assert OPTIONS.queue_limit == QueueLimit(2 * OPTIONS.step_tokens, 7)
-    for wrong in ("baton.worker.options.NO_SUCH=7", "baton.worker.options.MAX_WAITING=many"):
+    for wrong in ("batonlm.worker.options.NO_SUCH=7", "batonlm.worker.options.MAX_WAITING=many"):
         with pytest.raises((AttributeError, ValueError)):
             replace_constants(wrong)
 
@@ -126,7 +126,7 @@ def test_constants_are_replaced_for_tests_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def fresh_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads are set before torch is imported; here it may be already."""
-    monkeypatch.setattr("baton.worker.engine.configure_threads", lambda threads: None)
+    monkeypatch.setattr("batonlm.worker.engine.configure_threads", lambda threads: None)
 
 
 def test_the_fake_runner_has_one_rank() -> None:

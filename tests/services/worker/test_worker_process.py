@@ -12,15 +12,15 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.core.errors import HandoverFailed, Incompatible
-from baton.core.kvcache.prefix import prefix_hashes
-from baton.core.routing.load import WorkerSpeed
-from baton.rpc.model_folder import tokenizer_digest
-from baton.rpc.worker import load_from_proto
-from baton.v1 import prefill_pb2, worker_pb2
-from baton.v1.decode_pb2_grpc import DecodeStub
-from baton.v1.prefill_pb2_grpc import PrefillStub
-from baton.v1.worker_pb2_grpc import WorkerStub
+from batonlm.core.errors import HandoverFailed, Incompatible
+from batonlm.core.kvcache.prefix import prefix_hashes
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.rpc.worker import load_from_proto
+from batonlm.v1 import prefill_pb2, worker_pb2
+from batonlm.v1.decode_pb2_grpc import DecodeStub
+from batonlm.v1.prefill_pb2_grpc import PrefillStub
+from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.core.cache_replica import CacheReplica, hashes
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
 from tests.services.worker.processes import metrics_of, run_on, worker
@@ -39,8 +39,8 @@ KV_CHUNK_STAGES = {
 async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
     one, long = attempt(n=2), attempt("long", seed=2, max_tokens=400)
     async with (
-        worker("baton.prefill", tmp_path) as prefill,
-        worker("baton.decode", tmp_path) as decode,
+        worker("batonlm.prefill", tmp_path) as prefill,
+        worker("batonlm.decode", tmp_path) as decode,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
         await end.connect()
@@ -111,8 +111,8 @@ async def test_both_tell_what_their_caches_hold_and_how_fast_they_are(tmp_path: 
     assert len(one.token_ids) // 64 * 64 % 48 == 0, "the last unit ends with a whole block"
     prompt = set(hashes(prefix_hashes(one.token_ids, one.cache_salt, tokenizer_digest(tmp_path))))
     async with (
-        worker("baton.prefill", tmp_path, "--block-size", "48", "--step-tokens", "96") as prefill,
-        worker("baton.decode", tmp_path) as decode,
+        worker("batonlm.prefill", tmp_path, "--block-size", "48", "--step-tokens", "96") as prefill,
+        worker("batonlm.decode", tmp_path) as decode,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
         await end.connect()
@@ -152,8 +152,8 @@ async def test_prefill_freezes_and_dies(tmp_path: Path) -> None:
     """Decode says that the hand-over failed, and serves on."""
     met, one = attempt("met"), attempt(n=2, seed=2)
     async with (
-        worker("baton.decode", tmp_path) as decode,
-        worker("baton.prefill", tmp_path) as prefill,
+        worker("batonlm.decode", tmp_path) as decode,
+        worker("batonlm.prefill", tmp_path) as prefill,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
         await end.connect()
@@ -183,7 +183,7 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
     module, pipe = "tests.services.worker.other_decode", asyncio.subprocess.PIPE
     warnings = ("--log-level", "warning")
     async with (
-        worker("baton.prefill", tmp_path, *warnings, stderr=pipe) as prefill,
+        worker("batonlm.prefill", tmp_path, *warnings, stderr=pipe) as prefill,
         worker(module, tmp_path, *warnings, stderr=pipe) as decode,
     ):
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
@@ -218,7 +218,7 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
 async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
     """So that the check after every other test is known to see one."""
     one = attempt()
-    async with worker("baton.prefill", tmp_path) as prefill:
+    async with worker("batonlm.prefill", tmp_path) as prefill:
         with pytest.raises(AssertionError, match=r"still holds \{'buffers': 1.0\}"):
             async with worker("tests.services.worker.leaking_decode", tmp_path) as decode:
                 end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
@@ -243,7 +243,7 @@ async def test_an_engine_that_breaks_ends_the_process(tmp_path: Path) -> None:
 
 async def test_peers_must_be_told_an_address_they_can_connect_to(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.decode", "--model", str(tmp_path)),
+        *(sys.executable, "-m", "batonlm.decode", "--model", str(tmp_path)),
         *("--listen", "0.0.0.0:0", "--allow-anonymous"),
         stderr=asyncio.subprocess.PIPE,
     )

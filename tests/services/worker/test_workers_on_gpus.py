@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.layout import resolve_model
+from batonlm.cli.layout import resolve_model
 from tests.engine.nvml import build
 
 
@@ -19,7 +19,7 @@ from tests.engine.nvml import build
 def worker(environment: dict[str, str]) -> Iterator[str]:
     """A decode worker with the fake runner; the line of its log that says what it chose."""
     flags = ("--runner", "fake", "--transport", "loopback", "--device", "cuda")
-    command = [sys.executable, "-m", "baton.testing.worker", "decode", *flags]
+    command = [sys.executable, "-m", "batonlm.testing.worker", "decode", *flags]
     listen = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
     process = subprocess.Popen(
         [*command, *listen, "--model", str(resolve_model("")[0])],

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import HandoverFailed
-from baton.rpc.lifecycle import EXHAUSTED
-from baton.transfer import nixl
-from baton.v1 import worker_pb2
-from baton.v1.decode_pb2_grpc import DecodeStub
+from batonlm.core.errors import HandoverFailed
+from batonlm.rpc.lifecycle import EXHAUSTED
+from batonlm.transfer import nixl
+from batonlm.v1 import worker_pb2
+from batonlm.v1.decode_pb2_grpc import DecodeStub
 from tests.services.worker.pair import attempt, keys_of, new_id, reference, until
 from tests.services.worker.processes import Process, becomes, run_on, worker
 from tests.services.worker.router_end import RouterEnd
@@ -50,7 +50,7 @@ async def exhausted(folder: Path, drain_timeout_s: int) -> AsyncIterator[Worn]:
     """Over TCP: a frozen process answers no read. One buffer of two is more than a quarter."""
     freeze, module = folder / "freeze", "tests.services.worker.freezing_decode"
     flags = (*NIXL, "--staging-mib", "8", "--drain-timeout-s", str(drain_timeout_s))
-    async with worker("baton.prefill", folder, *NIXL, environment=TCP) as prefill:
+    async with worker("batonlm.prefill", folder, *NIXL, environment=TCP) as prefill:
         variables = {**TCP, "SENDER": str(prefill.process.pid), "FREEZE": str(freeze)}
         async with worker(module, folder, *flags, environment=variables) as decode:
             end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
@@ -80,7 +80,7 @@ async def test_a_ring_orphaned_ends_the_worker_though_its_buffers_come_back(tmp_
         assert world.decode.process.returncode is None, "the read is waited for"
         world.prefill.process.send_signal(signal.SIGCONT)
         assert await world.decode.exit_code() == EXHAUSTED
-        async with worker("baton.decode", tmp_path, *NIXL, environment=TCP) as successor:
+        async with worker("batonlm.decode", tmp_path, *NIXL, environment=TCP) as successor:
             sender = world.prefill.identity
             end = RouterEnd(DecodeStub(successor.channel), successor.identity, sender)
             await end.connect()

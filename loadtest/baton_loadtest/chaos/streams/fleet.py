@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from baton.cli import state
-from baton.cli.http_client import met, scrape, total
-from baton.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
-from baton.cli.ports import free_row
-from baton.cli.supervisor import FIRST_BACKOFF_S, ChildProcess, Supervisor
 from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import environment, say, supervised
+from batonlm.cli import state
+from batonlm.cli.http_client import met, scrape, total
+from batonlm.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
+from batonlm.cli.ports import free_row
+from batonlm.cli.supervisor import FIRST_BACKOFF_S, ChildProcess, Supervisor
 
 WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 

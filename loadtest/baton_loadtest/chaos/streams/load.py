@@ -19,10 +19,10 @@ from typing import TypeAlias
 
 import grpc
 
-from baton.rpc.channels import open_channel
-from baton.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
+from batonlm.rpc.channels import open_channel
+from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 SHORTEST, LONGEST = 128, 256
 """Output tokens of a stream. Stop strings take effect after the shortest."""

@@ -13,10 +13,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.cli.layout import Layout, ProcessSpec
-from baton.cli.ports import HOST, free_ports
-from baton.rpc.address import split
 from baton_loadtest.chaos.streams.load import caller
+from batonlm.cli.layout import Layout, ProcessSpec
+from batonlm.cli.ports import HOST, free_ports
+from batonlm.rpc.address import split
 
 CHUNK = 64 * 1024
 MAX_ON_THE_WAY = 64

@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.cli.http_client import total
 from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
 from baton_loadtest.chaos.streams.load import (
     Answer,
@@ -34,6 +33,7 @@ from baton_loadtest.chaos.streams.network import Edge, ProxiedNetwork, Way
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, quantile
+from batonlm.cli.http_client import total
 
 HEAL_GOAL_S = 5.0
 HANDOVER_BYTES = 512

@@ -1,0 +1,388 @@
+"""Copies a model's files from a folder or the hub into a folder that the pods of a node share.
+
+A model appears in the shared folder complete or not at all. Interrupted copies are resumed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Protocol
+
+from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
+from batonlm.engine.digest import MANIFEST, model_digest
+
+WEIGHTS = "*.safetensors"
+OTHERS = ("*.json", "*.jinja")
+PATH_DIGITS = 12
+"""Digits of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a model, as described by its source."""
+
+    name: str
+    size: int
+    sha256: str = ""
+    """In hex; "" if the source has none."""
+    git_id: str = ""
+    """Git's blob id in hex; "" if the source has none."""
+    mtime_ns: int = 0
+    """When the source's file was modified; 0 if the source has no such time."""
+
+
+class ModelSource(Protocol):
+    """A place that models are copied from."""
+
+    name: str
+    """Name of the folder for its files, unique among sources."""
+
+    def files(self, *, weights: bool) -> list[File]:
+        """Returns the files that a server of the model reads. Raises BatonError."""
+
+    def copy(self, file: File, into: Path) -> str:
+        """Copies a whole file and returns its SHA-256 in hex. Raises BatonError."""
+
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """Returns whether a file differs from the known one of its name, or is not known, as far as
+        this machine can tell."""
+
+
+def may_be_hub_id(model: str) -> bool:
+    """Returns whether a model that is no folder may be a hub id."""
+    is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
+    return not is_path and model.count("/") == 1
+
+
+def source_of(model: str, revision: str = "") -> ModelSource:
+    """Returns the source: an existing folder, else a possible hub id. Raises InvalidArgument."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision:
+            raise InvalidArgument("a folder has no revisions", field="revision")
+        return FolderSource(Path(os.path.abspath(path)))
+    if not may_be_hub_id(model):
+        raise InvalidArgument(f"{model!r} is neither a folder nor a hub id", field="model")
+    return HubSource(model, revision)
+
+
+class FolderSource:
+    """A folder, for example a slow one or one that pods on other nodes share.
+
+    The source's name ends with a digest of the path, because folders of different models may have
+    the same name.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """folder: an absolute path."""
+        path = hashlib.sha256(str(folder).encode()).hexdigest()
+        self.name = f"{folder.name}-{path[:PATH_DIGITS]}"
+        self._folder = folder
+
+    def files(self, *, weights: bool) -> list[File]:
+        found = []
+        for path in sorted(self._folder.iterdir()):
+            if path.is_file() and _wanted(path.name, weights):
+                status = path.stat()
+                found.append(File(path.name, status.st_size, mtime_ns=status.st_mtime_ns))
+        return found
+
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """A file missing in the source is no difference: the copy is still that model."""
+        return any(self._differs(file, known) for file in self.files(weights=weights))
+
+    def _differs(self, file: File, known: Mapping[str, File]) -> bool:
+        before = known.get(file.name)
+        if before is None or before.size != file.size:
+            return True
+        if before.mtime_ns == file.mtime_ns:
+            return False
+        return sha256_of(self._folder / file.name) != before.sha256
+
+    def copy(self, file: File, into: Path) -> str:
+        target, origin = into / file.name, self._folder / file.name
+        try:
+            with origin.open("rb") as source, target.open("ab") as copied:
+                source.seek(copied.tell())
+                while piece := source.read(_COPY_BYTES):
+                    copied.write(piece)
+                copied.flush()
+                os.fsync(copied.fileno())
+        except OSError as error:
+            raise Unavailable(f"{file.name} cannot be copied: {error.strerror}") from error
+        digest = sha256_of(target)
+        if digest != sha256_of(origin):
+            target.unlink()
+            raise Unavailable(f"{file.name} is another file now; what was copied is thrown away")
+        return digest
+
+
+class HubSource:
+    """A model of the hub, at the commit to which the revision refers when `files` is called. Uses
+    HF_TOKEN and HF_ENDPOINT from the environment, as the hub's library does.
+    """
+
+    def __init__(self, model: str, revision: str) -> None:
+        # Hub ids contain no "--". Both revisions "a/b" and "a-b" may exist, so "/" is escaped.
+        escaped = revision.replace("%", "%25").replace("/", "%2F")
+        self.name = model.replace("/", "--") + (f"@{escaped}" if revision else "")
+        self._model = model
+        self._revision = revision or None
+        self._commit = ""
+
+    def files(self, *, weights: bool) -> list[File]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            info = HfApi().model_info(self._model, revision=self._revision, files_metadata=True)
+        except HFValidationError as error:
+            raise InvalidArgument(f"{self._model!r} is no hub id", field="model") from error
+        except HfHubHTTPError as error:
+            raise _refused(self._model, error.response.status_code) from error
+        except Exception as error:  # the exceptions differ between releases of the library
+            raise Unavailable("the hub cannot be reached") from error
+        self._commit = info.sha or ""
+        found = []
+        for entry in info.siblings or ():
+            if "/" not in entry.rfilename and _wanted(entry.rfilename, weights):
+                file = File(entry.rfilename, entry.size or 0)
+                if entry.lfs:
+                    file = replace(file, sha256=str(entry.lfs.sha256))
+                else:
+                    file = replace(file, git_id=entry.blob_id or "")
+                found.append(file)
+        return found
+
+    def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
+        """Always False: only the hub could tell, and it is not asked about existing files."""
+        return False
+
+    def copy(self, file: File, into: Path) -> str:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError
+
+        try:
+            hf_hub_download(self._model, file.name, revision=self._commit, local_dir=into)
+        except HfHubHTTPError as error:
+            raise _refused(self._model, error.response.status_code) from error
+        except Exception as error:  # as above
+            raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
+        path = into / file.name
+        digest = sha256_of(path)
+        if (
+            path.stat().st_size != file.size
+            or (file.sha256 and file.sha256 != digest)
+            or (file.git_id and file.git_id != _git_id(path))
+        ):
+            path.unlink()
+            raise Unavailable(f"{file.name} came damaged and is thrown away; try again")
+        return digest
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _git_id(path: Path) -> str:
+    data = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def _wanted(name: str, weights: bool) -> bool:
+    patterns = (*OTHERS, WEIGHTS) if weights else OTHERS
+    return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _refused(model: str, status: int) -> InvalidArgument | Unavailable:
+    if status in (401, 403):
+        return InvalidArgument(f"{model} needs a token that may read it: HF_TOKEN", field="model")
+    if status == 404:
+        return InvalidArgument(f"the hub has no {model} of that revision", field="model")
+    return Unavailable(f"the hub answered {status}; try again")
+
+
+COPIES = 4
+SAY_EVERY_S = 5.0
+LOOK_EVERY_S = 0.5
+SPARE_BYTES = 64 << 20
+
+Say = Callable[[str], None]
+
+
+def fetched(source: ModelSource, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
+    """Returns the folder with all of a source's files, and copies them if necessary. Raises
+    BatonError, and OSError for `into`.
+
+    A complete folder is used without asking the hub. wait_s: how long to wait for another process
+    that fetches the model.
+
+    Files are copied into a folder whose name begins with a dot, which is renamed when every file
+    was verified. The manifest is written last; it describes each file and is compared with the
+    files at each use. The fetching process holds a lock that the kernel releases at its end, so
+    that others wait and, if it dies, resume.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    name = source.name if weights else f"{source.name}.tokenizer"
+    target = into / name
+    if _usable(target, source, weights):
+        return target
+    with _locked(into / f".{name}.lock", say, wait_s):
+        if _usable(target, source, weights):
+            return target
+        partial = into / f".{name}.partial"
+        partial.mkdir(exist_ok=True)
+        files = source.files(weights=weights)
+        if not files:
+            raise Unavailable("there is nothing that could be fetched")
+        for stray in {path.name for path in partial.glob("*.*")} - {file.name for file in files}:
+            if (partial / stray).is_file():
+                (partial / stray).unlink()
+        _check_room(partial, files)
+        copied = _copy(source, files, partial, say)
+        shutil.rmtree(partial / ".cache", ignore_errors=True)
+        _write_manifest(partial, copied)
+        if target.exists():
+            say(f"{name} was not whole, or is another model now: it is made again")
+            shutil.rmtree(target)
+        os.replace(partial, target)
+        return target
+
+
+def whole(folder: Path) -> bool:
+    """Returns whether all files are as verified. Only files modified since then are read."""
+    known = _known(folder)
+    try:
+        return bool(known) and all(
+            _is(folder / file.name, file, checked_ns) for file, checked_ns in known.values()
+        )
+    except OSError:
+        return False
+
+
+def _usable(folder: Path, source: ModelSource, weights: bool) -> bool:
+    if not whole(folder):
+        return False
+    known = {name: file for name, (file, _) in _known(folder).items()}
+    return not source.differs(known, weights=weights)
+
+
+def _is(path: Path, file: File, checked_ns: int) -> bool:
+    """Raises OSError."""
+    status = path.stat()
+    if status.st_size != file.size:
+        return False
+    return status.st_mtime_ns == checked_ns or sha256_of(path) == file.sha256
+
+
+def _known(folder: Path) -> dict[str, tuple[File, int]]:
+    """Returns each file and its modification time here, by name; {} without a valid manifest."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text())["files"]
+        return {
+            entry["file"]["name"]: (File(**entry["file"]), int(entry["checked_ns"]))
+            for entry in entries
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write_manifest(folder: Path, files: list[File]) -> None:
+    """Writes which files are in the folder, and the model's digest, with which workers compare the
+    weights that they load."""
+    entries = [
+        {"file": asdict(file), "checked_ns": (folder / file.name).stat().st_mtime_ns}
+        for file in files
+    ]
+    config, weights = folder / "config.json", sorted(folder.glob(WEIGHTS))
+    digest = model_digest(config, weights) if weights and config.is_file() else ""
+    text = json.dumps({"files": entries, "digest": digest}, indent=2) + "\n"
+    with (folder / MANIFEST).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_room(partial: Path, files: list[File]) -> None:
+    """Raises Overloaded if the files do not fit on the disk."""
+    missing = sum(file.size for file in files) - _size(partial)
+    free = shutil.disk_usage(partial).free
+    if missing + SPARE_BYTES > free:
+        raise Overloaded(
+            f"{missing / 1e9:.1f} GB are to be fetched, and {free / 1e9:.1f} GB are free there"
+        )
+
+
+def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
+    """Copies the files. Returns them with their digests."""
+    total = sum(file.size for file in files)
+    began, at_first, logged_at = time.monotonic(), _size(partial), time.monotonic()
+    pool = ThreadPoolExecutor(COPIES, "fetch")
+    # Largest first, so that no large file remains alone at the end.
+    ordered = sorted(files, key=lambda file: -file.size)
+    running = [pool.submit(_one, source, file, partial) for file in ordered]
+    copied = []
+    try:
+        for future in running:
+            while True:
+                try:
+                    copied.append(future.result(LOOK_EVERY_S))
+                    break
+                except TimeoutError:
+                    if future.done():
+                        raise
+                if time.monotonic() - logged_at >= SAY_EVERY_S:
+                    logged_at, done = time.monotonic(), _size(partial)
+                    speed = (done - at_first) / (logged_at - began) / 1e6
+                    percent = min(100.0, 100 * done / max(1, total))
+                    say(f"{percent:.0f} % of {total / 1e9:.1f} GB, {speed:.0f} MB/s")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return copied
+
+
+def _one(source: ModelSource, file: File, partial: Path) -> File:
+    return replace(file, sha256=source.copy(file, partial))
+
+
+@contextmanager
+def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
+    """Holds a lock. Raises Unavailable if another process holds it for longer than wait_s."""
+    give_up, logged = time.monotonic() + wait_s, False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise Unavailable(f"another process fetched it for {wait_s:g} s") from None
+            if not logged:
+                say("another process on this node fetches it; waiting")
+                logged = True
+            time.sleep(LOOK_EVERY_S)
+        yield
+
+
+def _size(folder: Path) -> int:
+    """Returns the size of all that was copied, including the hub library's partial files."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total

@@ -1,0 +1,447 @@
+"""`baton up`: runs all five stages on this machine.
+
+In the foreground this process is the supervisor. With --detach it starts the supervisor as another
+process in a new session, forwards its reports, and prints one JSON line when everything is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+from batonlm.cli import state, throwaway_ca
+from batonlm.cli.access import KEY_VARIABLE, Access
+from batonlm.cli.layout import BUNDLED, Layout, UpOptions, plan
+from batonlm.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
+from batonlm.core.errors import InvalidArgument
+from batonlm.engine.config import CHOICES
+
+
+def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:
+    """Returns the text that shows how to use the running Baton. description: see
+    `Supervisor.description`. keys: whether clients need an API key."""
+    name = os.path.basename(sys.argv[0]) if sys.argv[0].endswith("baton") else "baton"
+    command = sys.argv[0] if "/" in sys.argv[0] and name == "baton" else name
+    http, ca = description["http"], description.get("ca", "")
+    trust = f"--cacert {ca} " if ca else ""
+    header = f' -H "authorization: Bearer ${KEY_VARIABLE}"' if keys else ""
+    key = f'os.environ["{KEY_VARIABLE}"]' if keys else '"none"'
+    python = f"  # SSL_CERT_FILE={ca} python ...\n" if ca else ""
+    return f"""
+Baton answers at {http} (OpenAI HTTP) and {description["grpc"]} (gRPC).
+Chat in a browser at {http}/, or ask from here:
+
+  {command} chat "What is the capital of France?"
+
+  curl {trust}{http}/v1/chat/completions{header} -H 'content-type: application/json' \\
+    -d '{{"messages": [{{"role": "user", "content": "What is 3 + 4?"}}]}}'
+
+{python}  from openai import OpenAI
+  client = OpenAI(base_url="{http}/v1", api_key={key})
+  print(client.chat.completions.create(model="{model}", messages=[
+      {{"role": "user", "content": "Who are you?"}}]).choices[0].message.content)
+
+Stop it: {command} down      Logs: {state.log_file()}"""
+
+
+class Progress:
+    """Shows the start on stderr: a line per process on a terminal, otherwise plain lines."""
+
+    def __init__(self, num_processes: int) -> None:
+        self._console = Console(file=sys.stderr)
+        self._began = time.monotonic()
+        self._serving = 0
+        self._num_processes = num_processes
+        self._ready = False
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description:>14}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._console.print(f"Starting {num_processes} processes")
+        self._bars.start()
+
+    def show(self, what: str, *details: object) -> None:
+        match what, details:
+            case "loading", (str(name), int(done), int(total)):
+                if name not in self._tasks:
+                    self._tasks[name] = self._bars.add_task(name, total=total)
+                self._bars.update(self._tasks[name], completed=done, total=total)
+            case "serving", (str(name),) if not self._ready:
+                self._serving += 1
+                self._console.print(
+                    f"  {self._elapsed():5.1f} s  {name} serves "
+                    f"({self._serving} of {self._num_processes})"
+                )
+            case "serving", (str(name),):
+                self._console.print(f"{name} serves again")
+            case "restarting", (str(name), code):
+                self._console.print(f"{name} ended ({_ending(code)}); starting it again")
+            case "ready", ():
+                self._ready = True
+                self._bars.stop()
+                self._console.print(f"Ready after {self._elapsed():.1f} s")
+
+    def close(self) -> None:
+        self._bars.stop()
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+
+def _ending(code: object) -> str:
+    if isinstance(code, int) and code < 0:
+        return f"killed by signal {-code}"
+    return f"exit code {code}"
+
+
+DEMO_PROMPT = "Tell me a story about yourself."
+NOTICES = 1024
+"""How many notices may wait to be delivered; beyond that the oldest are dropped."""
+NOTICES_S = 2.0
+"""How long the end waits for their delivery."""
+_COUNTS = ("prefill", "decode", "tokenizer", "detokenizer", "routers")
+
+
+def add_parser(subparsers: Any) -> None:
+    defaults = UpOptions()
+    parser = subparsers.add_parser("up")
+    parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    for name in _COUNTS:
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(defaults, name), metavar="N",
+            help=f"how many {name.rstrip('s')} processes (default %(default)s)",
+        )  # fmt: skip
+    for name, port in ("http", defaults.http_port), ("grpc", defaults.grpc_port):
+        parser.add_argument(
+            f"--{name}-port", type=int, default=port, metavar="P",
+            help="of the first router (default %(default)s; 0: a free one)",
+        )  # fmt: skip
+    parser.add_argument(
+        "--transport", choices=("nixl", "loopback"), default=_best_transport(),
+        help="how KV moves from prefill to decode (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--exact", action=argparse.BooleanOptionalAction, default=True,
+        help="same tokens whatever runs beside them (default on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=CHOICES["dtype"], default=defaults.dtype,
+        help="number type of weights and KV (default auto: float32 on CPUs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quantize", choices=CHOICES["quantize"], default=defaults.quantize,
+        help="weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default=defaults.device, metavar="NAME",
+        help="where prefill and decode compute: auto, cpu, cuda, cuda:N, GPU-UUID, MIG-UUID "
+        "(default auto: GPUs where there are some, evenly)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N",
+        help="torch threads of an engine process (default: cores shared out)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="ranks that share each layer of a worker's model, a GPU each (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N",
+        help="stages of layers of a worker's model, of as many ranks each (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-memory-mib", type=int, default=0, metavar="MIB",
+        help="memory for KV of an engine process (default: an equal share of what is free)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--runner", choices=("torch", "fake"), default="torch",
+        help="fake: tokens without a model, to try the machinery (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keys", default="", metavar="FILE",
+        help="ask clients for API keys of this file ('baton keys new' makes it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vllm-engine",
+        action="store_true",
+        help="routers also serve vllm.grpc.engine.VllmEngine, for gateways such as SMG",
+    )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        help="TLS everywhere, with a CA made for this run and thrown away after it",
+    )
+    parser.add_argument("--detach", action="store_true", help="return when ready, print JSON")
+    parser.add_argument("--demo", action="store_true", help="ask something once ready")
+    parser.add_argument("--report-fd", type=int, default=-1, help=argparse.SUPPRESS)
+
+
+def _best_transport() -> str:
+    """Returns NIXL if it is installed."""
+    return "nixl" if importlib.util.find_spec("nixl") else "loopback"
+
+
+def run(args: argparse.Namespace) -> int:
+    if running := state.who_runs():
+        raise InvalidArgument(running)
+    if args.demo and args.keys and not os.environ.get(KEY_VARIABLE):
+        raise InvalidArgument(f"needs a key of --keys in ${KEY_VARIABLE}", field="demo")
+    if args.detach:
+        return _detach(args)
+    notices = _Notices()
+    code = 1
+    try:
+        code = asyncio.run(_supervise(args, notices))
+    finally:
+        if not notices.close():
+            os._exit(code)  # The output of this process is not read any more.
+    return code
+
+
+def _options(args: argparse.Namespace) -> UpOptions:
+    names = UpOptions.__dataclass_fields__.keys() & vars(args).keys()
+    return UpOptions(**{name: getattr(args, name) for name in names})
+
+
+async def _supervise(args: argparse.Namespace, notices: _Notices) -> int:
+    ca = throwaway_ca.make(state.make_folder()) if args.tls else None
+    try:
+        layout = plan(_options(args), ca)
+        detached = args.report_fd >= 0
+        reader = _Report(args.report_fd) if detached else _Terminal(args, layout)
+        try:
+            await _run(layout, notices, reader)
+        except StartFailed as failure:
+            if not detached:
+                raise
+            notices.add(partial(reader.show, "failed", failure.message))
+            return 1
+        finally:
+            notices.add(reader.close)
+        return 0
+    finally:
+        if ca is not None:
+            shutil.rmtree(ca.folder, ignore_errors=True)
+
+
+async def _run(layout: Layout, notices: _Notices, reader: _Report | _Terminal) -> None:
+    """Runs until stopped. Raises StartFailed, and the reader's errors once all is ready."""
+    loop = asyncio.get_running_loop()
+    shown: asyncio.Future[None] = loop.create_future()
+
+    def notify(what: str, *details: Any) -> None:
+        notices.add(partial(reader.show, what, *details))
+        if what == "ready":
+            notices.add(partial(_greet, loop, shown, reader, supervisor.description()))
+
+    supervisor = Supervisor(layout, notify)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, supervisor.stop)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        await asyncio.wait({running, shown}, return_when=asyncio.FIRST_COMPLETED)
+        if shown.done():
+            shown.result()
+        await running
+    finally:
+        supervisor.stop()
+        await asyncio.wait({running})
+        shown.cancel()
+
+
+def _greet(
+    loop: asyncio.AbstractEventLoop,
+    shown: asyncio.Future[None],
+    reader: _Report | _Terminal,
+    description: dict[str, Any],
+) -> None:
+    """Runs on the notices' thread: reports that all is ready, then resolves `shown`."""
+
+    def settle(error: Exception | None) -> None:
+        if shown.done():
+            return
+        if error is None:
+            shown.set_result(None)
+        else:
+            shown.set_exception(error)
+
+    failure: Exception | None = None
+    try:
+        reader.ready(description)
+    except Exception as error:
+        failure = error
+    with contextlib.suppress(RuntimeError):  # the loop is closed: stopped meanwhile
+        loop.call_soon_threadsafe(settle, failure)
+
+
+class _Notices:
+    """Delivers notices on a thread of its own.
+
+    The reader of a terminal or pipe may be slow, stopped or gone, and the supervisor must not wait
+    for it. If too many notices wait, the oldest are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque(maxlen=NOTICES)
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="notices", daemon=True)
+        self._thread.start()
+
+    def add(self, notice: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append(notice)
+            self._changed.notify()
+
+    def close(self) -> bool:
+        """Returns whether all notices were delivered within NOTICES_S."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(NOTICES_S)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._waiting or self._closed):
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                notice = self._waiting.popleft()
+            # A closed terminal or pipe has no reader.
+            with contextlib.suppress(OSError, ValueError):
+                notice()
+
+
+class _Report:
+    """Reports to the parent process by JSON lines. If the parent is gone, this process goes on."""
+
+    def __init__(self, fd: int) -> None:
+        self._file = os.fdopen(fd, "w", buffering=1)
+
+    def show(self, *words: Any) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(json.dumps(words) + "\n")
+
+    def ready(self, description: dict[str, Any]) -> None:
+        self.show("description", description)
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class _Terminal:
+    """Reports to the user of this terminal."""
+
+    def __init__(self, args: argparse.Namespace, layout: Layout) -> None:
+        self._args = args
+        self._progress = Progress(len(layout.processes))
+        self.show, self.close = self._progress.show, self._progress.close
+
+    def ready(self, description: dict[str, Any]) -> None:
+        _after_start(self._args, description)
+        print("\nCtrl-C stops everything.", file=sys.stderr)
+
+
+def _detach(args: argparse.Namespace) -> int:
+    layout = plan(_options(args))
+    reader, writer = os.pipe()
+    flags = [a for a in sys.argv[1:] if a not in ("--detach", "--demo")]
+    # A file, not a pipe: the supervisor would block on a pipe that is not read.
+    with tempfile.TemporaryFile() as complaints, os.fdopen(reader, "rb", buffering=0) as reports:
+        try:
+            supervisor = subprocess.Popen(
+                [sys.executable, "-m", "batonlm.cli.main", *flags, "--report-fd", str(writer)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        progress = Progress(len(layout.processes))
+        try:
+            for what, *details in _reported(reports.fileno()):
+                if what == "failed":
+                    raise StartFailed(details[0])
+                if what == "description":
+                    progress.close()
+                    if args.demo:
+                        _after_start(args, details[0])
+                    else:
+                        print(json.dumps({k: v for k, v in details[0].items() if k != "pid"}))
+                    return 0
+                progress.show(what, *details)
+            complaints.seek(0)
+            words = complaints.read().decode(errors="replace").strip().splitlines()
+            raise StartFailed(words[-1].removeprefix("baton up: ") if words else "it ended")
+        except BaseException:
+            _end(supervisor)
+            raise
+        finally:
+            progress.close()
+
+
+def _reported(reports: int) -> Iterator[list[Any]]:
+    """Yields the supervisor's reports. Raises StartFailed if none arrives for too long."""
+    deadline = time.monotonic() + START_TIMEOUT_S + STOP_BOUND_S
+    held = b""
+    while True:
+        if not select.select([reports], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise StartFailed("the supervisor hangs")
+        data = os.read(reports, 1 << 16)
+        if not data:
+            return
+        *lines, held = (held + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _end(supervisor: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        supervisor.terminate()
+    try:
+        supervisor.wait(STOP_BOUND_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+        supervisor.wait(KILL_S)
+
+
+def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:
+    if args.demo:
+        from batonlm.cli.chat import ask
+
+        ca = Path(description["ca"]).read_bytes() if "ca" in description else None
+        print(f"\n> {DEMO_PROMPT}\n")
+        ask(Access(description["grpc"], ca, os.environ.get(KEY_VARIABLE, "")), DEMO_PROMPT)
+    print(greeting(description, args.model or BUNDLED, keys=bool(args.keys)), file=sys.stderr)

@@ -1,0 +1,358 @@
+"""The blocking and the asyncio client: a channel to one router, and streams of events.
+
+`_Requests` and `_Received` hold what both clients share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
+
+import grpc
+
+from batonlm.client.messages import (
+    Messages,
+    Options,
+    chat_request,
+    event_from_proto,
+    generate_request,
+)
+from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.request import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    Tool,
+    ToolChoice,
+    join_deltas,
+)
+from batonlm.rpc.address import split
+from batonlm.rpc.channels import open_blocking_channel, open_client_channel
+from batonlm.rpc.convert import model_from_proto
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.peers import api_key_metadata, check_api_key
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """When a failed call is retried. The pauses apply where the server sends no hint; half of each
+    is random, so that clients do not retry all at once."""
+
+    most: int = 2
+    """The number of calls after the first one."""
+    first_s: float = 0.5
+    """The first pause. Each later pause is twice as long as the one before."""
+    longest_s: float = 8.0
+
+
+DEFAULT = Retries()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A complete answer."""
+
+    accepted: Accepted
+    choices: tuple[Delta, ...]
+    """One Delta per choice, with the whole text."""
+    finished: Finished
+
+    @property
+    def text(self) -> str:
+        """The text of the first choice."""
+        return self.choices[0].text
+
+
+class _Call:
+    """One request, which may take several calls until a part of its answer was received."""
+
+    def __init__(
+        self, begin: Callable[..., Any], request: object, retries: Retries, timeout_s: float | None
+    ) -> None:
+        self._begin = begin
+        self._request = request
+        self._retries = retries
+        self._timeout_s = timeout_s
+        """For all calls together."""
+        self._deadline: float | None = None
+        self._calls = 0
+
+    def begin(self) -> Any:
+        """Makes the next call with the remaining time. The first call starts the clock."""
+        now = time.monotonic()
+        if not self._calls and self._timeout_s is not None:
+            self._deadline = now + self._timeout_s
+        self._calls += 1
+        left_s = None if self._deadline is None else max(0.0, self._deadline - now)
+        return self._begin(self._request, timeout=left_s)
+
+    def pause_s(self, failure: Any, *, received: bool = False) -> float:
+        """Returns the seconds to wait before the next call. Raises the failure as a BatonError if
+        a retry cannot help, or if a part of the answer was received."""
+        error: BatonError = from_rpc_error(failure)
+        if received or not error.retryable or self._calls > self._retries.most:
+            raise error from None
+        pause_s = error.retry_after_s
+        if pause_s is None:
+            most_s = min(self._retries.longest_s, self._retries.first_s * 2 ** (self._calls - 1))
+            pause_s = most_s * random.uniform(0.5, 1.0)
+        if self._deadline is not None and time.monotonic() + pause_s >= self._deadline:
+            raise error from None
+        return pause_s
+
+
+class _Received:
+    """The part of a stream that was read so far."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._parts: dict[int, list[Delta]] = {}
+        self.accepted: Accepted | None = None
+        """The first event, once received."""
+        self.finished: Finished | None = None
+        """The last event, once received."""
+
+    def _add(self, event: Event) -> Event:
+        match event:
+            case Delta():
+                self._parts.setdefault(event.choice, []).append(event)
+            case Accepted():
+                self.accepted = event
+            case Finished():
+                self.finished = event
+        return event
+
+    def _answer(self) -> Answer:
+        """Raises Unavailable if the stream ended too early."""
+        if self.accepted is None or self.finished is None:
+            raise Unavailable("The answer broke off.")
+        choices = tuple(join_deltas(choice, parts) for choice, parts in sorted(self._parts.items()))
+        return Answer(self.accepted, choices, self.finished)
+
+
+S = TypeVar("S", bound=_Received)
+
+
+class _Requests(Generic[S]):
+    """Makes a client's requests to the router at "host:port". A context manager."""
+
+    _open_channel: ClassVar[Callable[[str, bytes | None], Any]]
+    _stream: type[S]
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str = "",
+        tls: bool | bytes = False,
+        timeout_s: float | None = None,
+        retries: Retries = DEFAULT,
+    ) -> None:
+        """tls: True trusts the system's CAs; bytes are the PEM of the CA to trust. timeout_s: the
+        default for calls without one. Raises InvalidArgument with the argument's name."""
+        host, _ = split(address, "address")
+        check_api_key(api_key, host, tls=bool(tls))
+        self._metadata = api_key_metadata(api_key)
+        ca = tls if isinstance(tls, bytes) else b"" if tls else None
+        self._channel = type(self)._open_channel(address, ca)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._timeout_s = timeout_s
+        self._retries = retries
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> S:
+        """Continues a text or token ids. The request is sent when the stream is first read."""
+        request = generate_request(prompt, model, options)
+        return self._stream(self._call(self._stub.Generate, request, timeout_s))
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str = "",
+        tools: Sequence[Tool] = (),
+        tool_choice: ToolChoice | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> S:
+        """Answers a conversation. The request is sent when the stream is first read."""
+        request = chat_request(messages, model, tools, tool_choice, options)
+        return self._stream(self._call(self._stub.Chat, request, timeout_s))
+
+    def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> _Call:
+        def begin(request: object, timeout: float | None) -> Any:
+            return method(request, timeout=timeout, metadata=self._metadata)
+
+        allowed_s = self._timeout_s if timeout_s is None else timeout_s
+        return _Call(begin, request, self._retries, allowed_s)
+
+
+class Stream(_Received, Iterator[Event]):
+    """Iterates over the events of one answer as they arrive. Failures are raised as BatonErrors.
+
+    Close it, or leave its `with`, to cancel the request.
+    """
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__(call)
+        self._events = self._run()
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Event:
+        return self._add(next(self._events))
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._events.close()
+
+    @property
+    def text(self) -> str:
+        """Reads to the end and returns the whole text of the first choice."""
+        return self.read().text
+
+    def read(self) -> Answer:
+        """Reads to the end and returns the whole answer, with the parts already iterated over."""
+        for _ in self:
+            pass
+        return self._answer()
+
+    def _run(self) -> Generator[Event, None, None]:
+        received = False
+        while True:
+            call = self._call.begin()
+            try:
+                for response in call:
+                    received = True
+                    event = event_from_proto(response.event)
+                    if event is not None:
+                        yield event
+                return
+            except grpc.RpcError as failure:
+                pause_s = self._call.pause_s(failure, received=received)
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
+
+
+class Client(_Requests[Stream]):
+    """The blocking client. It is thread-safe."""
+
+    _open_channel = open_blocking_channel
+    _stream = Stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancels the open streams."""
+        self._channel.close()
+
+    def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
+        """Returns the served models. Raises BatonError."""
+        call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        while True:
+            try:
+                return [model_from_proto(model) for model in call.begin().models]
+            except grpc.RpcError as failure:
+                time.sleep(call.pause_s(failure))
+
+
+class AsyncStream(_Received, AsyncIterator[Event]):
+    """The asyncio version of `Stream`."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__(call)
+        self._events = self._run()
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Event:
+        return self._add(await anext(self._events))
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
+
+    async def text(self) -> str:
+        """Reads to the end and returns the whole text of the first choice."""
+        return (await self.read()).text
+
+    async def read(self) -> Answer:
+        """Reads to the end and returns the whole answer, with the parts already iterated over."""
+        async for _ in self:
+            pass
+        return self._answer()
+
+    async def _run(self) -> AsyncGenerator[Event, None]:
+        received = False
+        while True:
+            call = self._call.begin()
+            try:
+                async for response in call:
+                    received = True
+                    event = event_from_proto(response.event)
+                    if event is not None:
+                        yield event
+                return
+            except grpc.aio.AioRpcError as failure:
+                pause_s = self._call.pause_s(failure, received=received)
+            finally:
+                call.cancel()
+            await asyncio.sleep(pause_s)
+
+
+class AsyncClient(_Requests[AsyncStream]):
+    """The asyncio client, for use on one event loop."""
+
+    _open_channel = open_client_channel
+    _stream = AsyncStream
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancels the open streams."""
+        await self._channel.close()
+
+    async def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
+        """Returns the served models. Raises BatonError."""
+        call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        while True:
+            try:
+                response = await call.begin()
+                return [model_from_proto(model) for model in response.models]
+            except grpc.aio.AioRpcError as failure:
+                await asyncio.sleep(call.pause_s(failure))

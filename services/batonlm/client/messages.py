@@ -1,0 +1,195 @@
+"""Converts keyword arguments to requests of `baton.v1.Inference`, and events to core values.
+
+Options that are absent are left to the server, which also validates their ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.request import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    Message,
+    TextLogprob,
+    TokenLogprobs,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+)
+from batonlm.rpc.convert import finish_reason_from_proto, message_to_proto, parsed, tool_to_proto
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import tokenizer_pb2
+
+Messages = str | Sequence[Message | Mapping[str, str]]
+"""A conversation. A string is a single user message; a mapping has `role` and `content`."""
+
+
+class Options(TypedDict, total=False):
+    """Generation options. Absent options have the server's default.
+
+    The names are those of the fields of GenerationOptions and its nested messages.
+    """
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    seed: int
+    top_logprobs: int
+    """How many alternatives are reported with each token's log-probability."""
+    stop: str | Sequence[str]
+    """Texts that end the answer."""
+    stop_token_ids: Sequence[int]
+    include_stop_string: bool
+    ignore_eos: bool
+    n: int
+    return_token_ids: bool
+    keep_special_tokens: bool
+    priority: int
+    cache_salt: str
+    """Requests share cached KV only with requests of the same salt."""
+    # Constraints on the answer; at most one of these:
+    json_object: bool
+    json_schema: str
+    regex: str
+    choice: Sequence[str]
+    lark: str
+    gbnf: str
+
+
+def generate_request(prompt: str | Sequence[int], model: str, given: Options) -> pb.GenerateRequest:
+    """Builds a request. prompt: text or token ids. Raises InvalidArgument with the option."""
+    request = pb.GenerateRequest(model=model, options=_options(given))
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        try:
+            request.token_ids.ids.extend(prompt)
+        except (TypeError, ValueError):
+            raise _unfit("prompt") from None
+    return request
+
+
+def chat_request(
+    messages: Messages, model: str, tools: Sequence[Tool], choice: ToolChoice | None, given: Options
+) -> pb.ChatRequest:
+    """Builds a request. Raises InvalidArgument with the option."""
+    conversation = [Message("user", messages)] if isinstance(messages, str) else messages
+    return pb.ChatRequest(
+        model=model,
+        messages=[_message(entry) for entry in conversation],
+        options=_options(given),
+        tools=[tool_to_proto(tool) for tool in tools],
+        tool_choice=None if choice is None else _tool_choice(choice),
+    )
+
+
+def _options(given: Options) -> pb.GenerationOptions:
+    """Raises InvalidArgument for a value of the wrong type, TypeError for an unknown name."""
+    options = pb.GenerationOptions()
+    for name, value in given.items():
+        if name not in Options.__annotations__:
+            raise TypeError(f"there is no option {name!r}")
+        try:
+            _set(options, name, value)
+        except (TypeError, ValueError):
+            raise _unfit(name) from None
+    return options
+
+
+def _set(options: pb.GenerationOptions, name: str, value: Any) -> None:
+    parts: list[Any] = [options, options.sampling, options.stop, options.structured_output]
+    match name:
+        case "stop":
+            options.stop.stop_strings.extend([value] if isinstance(value, str) else value)
+        case "choice":
+            options.structured_output.choice.texts.extend(value)
+        case "logit_bias":
+            for token_id, bias in value.items():
+                options.sampling.logit_bias.add(token_id=token_id, bias=bias)
+        case "stop_token_ids":
+            options.stop.stop_token_ids.extend(value)
+        case "allowed_token_ids":
+            options.sampling.allowed_token_ids.extend(value)
+        case _:
+            part = next(part for part in parts if name in part.DESCRIPTOR.fields_by_name)
+            setattr(part, name, value)
+
+
+def _unfit(name: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} has a value that it cannot have", field=name)
+
+
+def _message(entry: Message | Mapping[str, str]) -> tokenizer_pb2.ChatMessage:
+    if not isinstance(entry, Message):
+        if not {"role", "content"} <= entry.keys():
+            raise InvalidArgument("each message needs role and content", field="messages")
+        entry = Message(entry["role"], entry["content"])
+    return message_to_proto(entry)
+
+
+def _tool_choice(choice: ToolChoice) -> pb.ToolChoice:
+    use = pb.ToolChoice.Use.Value(f"USE_{choice.use.name}")
+    return pb.ToolChoice(use=use, name=choice.name, single=not choice.parallel)
+
+
+def event_from_proto(message: pb.GenerationEvent) -> Event | None:
+    """Returns None for an event kind that this client does not know (from a newer server)."""
+    match message.WhichOneof("event"):
+        case "delta":
+            return _delta(message.delta)
+        case "accepted":
+            return parsed(Accepted, message.accepted)
+        case "finished":
+            finished = message.finished
+            stages = _stages(finished.stages) if finished.HasField("stages") else None
+            return parsed(Finished, finished, stages=stages)
+        case _:
+            return None
+
+
+def _delta(message: pb.ChoiceDelta) -> Delta:
+    return Delta(
+        choice=message.choice,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        logprobs=tuple(
+            TokenLogprobs(_logprob(entry.token), tuple(_logprob(other) for other in entry.top))
+            for entry in message.logprobs
+        ),
+        finish_reason=finish_reason_from_proto(message.finish_reason, "finish_reason"),
+        stop_string=message.stop_string if message.HasField("stop_string") else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(parsed(ToolCallDelta, call) for call in message.tool_calls),
+    )
+
+
+def _logprob(message: pb.TextLogprob) -> TextLogprob:
+    return TextLogprob(message.token_id, message.text, message.logprob)
+
+
+def _stages(message: pb.StageTimes) -> StageTimes:
+    """Converts stage times. Instance ids are the short ones."""
+    times = (*StageTimes().spent(), "first_token", "total")
+    return parsed(
+        StageTimes,
+        message,
+        **{f"{name}_s": getattr(message, f"{name}_us") / 1e6 for name in times},
+        workers=tuple(parsed(WorkerIdentity, worker) for worker in message.workers),
+    )

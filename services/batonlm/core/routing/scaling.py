@@ -1,0 +1,162 @@
+"""How many workers each pool needs for the predicted load.
+
+In: signals of the fleet, and the time. Out: a number of workers per pool.
+
+The rule uses leading signals: waiting prompt tokens are work still to be done, and growing KV shows
+what decode will hold once a worker that is requested now has started. Utilization shows neither:
+decode is as busy with one sequence as with a hundred.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import ceil, inf, isfinite
+
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.routing.load import WorkerSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The fewest and the most workers of a pool, both included."""
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument."""
+        if not 0 <= self.least <= self.most:
+            raise InvalidArgument("must be from 0 to the most", field="least")
+
+    def within(self, workers: float) -> int:
+        if workers >= self.most:
+            return self.most
+        return max(self.least, ceil(workers - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPolicy:
+    """The targets of scaling. Raises InvalidArgument."""
+
+    first_token_s: float
+    """The target in seconds."""
+    between_tokens_s: float
+    """The target in seconds."""
+    busy: float = 0.7
+    """The planned share of a worker's time and of its KV."""
+    lead_s: float = 30.0
+    """From the request for a worker until it takes work."""
+    trend_s: float = 20.0
+    """The period over which growth is measured."""
+    hold_s: float = 300.0
+    """A pool keeps the most that it needed within this period, so that it does not shrink between
+    two bursts."""
+
+    def __post_init__(self) -> None:
+        for name in ("first_token_s", "between_tokens_s", "trend_s"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0.0):
+                raise InvalidArgument("must be more than 0", field=name)
+        for name in ("lead_s", "hold_s"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
+                raise InvalidArgument("must not be below 0", field=name)
+        if not 0.0 < self.busy <= 1.0:
+            raise InvalidArgument("must be above 0, at most 1", field="busy")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSignals:
+    """Work of the prefill pool, in seconds of one worker's time."""
+
+    arrived_s: float
+    """All prefill work that ever arrived."""
+    queued_s: float
+    """The work that waits, in routers and on workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSignals:
+    """The state of the decode pool."""
+
+    rows: float
+    """Sequences that run or wait to run, on all workers."""
+    positions: float
+    """KV positions that they hold."""
+    speed: WorkerSpeed
+    """Of one worker."""
+    room: int
+    """Positions that one worker holds."""
+    places: int = 0
+    """Most sequences that one worker runs; 0: no limit."""
+
+
+class ScalingRule:
+    """The rule of one fleet. Call `prefill` and `decode` repeatedly, with times that grow."""
+
+    def __init__(self, policy: ScalingPolicy, prefill: Bounds, decode: Bounds) -> None:
+        self._policy = policy
+        self._arrived, self._positions, self._rows = (Trend(policy.trend_s) for _ in range(3))
+        self._prefill = _Held(prefill, policy.hold_s)
+        self._decode = _Held(decode, policy.hold_s)
+
+    def prefill(self, now: float, signals: PrefillSignals) -> int:
+        """Returns the workers for the arriving work and for finishing the queue within the
+        target."""
+        policy = self._policy
+        coming = max(0.0, self._arrived.per_second(now, signals.arrived_s))
+        need = coming / policy.busy + signals.queued_s / policy.first_token_s
+        return self._prefill.target(now, need)
+
+    def decode(self, now: float, signals: DecodeSignals) -> int:
+        """Returns the workers for the KV and the step time that are predicted for when a worker
+        that is requested now has started."""
+        policy, speed = self._policy, signals.speed
+        positions = self._foreseen(self._positions, now, signals.positions)
+        rows = self._foreseen(self._rows, now, signals.rows)
+        needs = [positions / (policy.busy * signals.room) if signals.room else 0.0]
+        if signals.places:
+            needs.append(rows / (policy.busy * signals.places))
+        # Rows and positions spread over workers; the step's own time is per worker.
+        work_s = rows * speed.row_s + positions * speed.context_s
+        if work_s:
+            left_s = policy.between_tokens_s - speed.step_s
+            needs.append(work_s / left_s if left_s > 0.0 else inf)
+        return self._decode.target(now, max(needs))
+
+    def _foreseen(self, trend: Trend, now: float, value: float) -> float:
+        return value + self._policy.lead_s * max(0.0, trend.per_second(now, value))
+
+
+class Trend:
+    """The growth of a value over the last `over_s` seconds."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._known: deque[tuple[float, float]] = deque()
+
+    def per_second(self, now: float, value: float) -> float:
+        """Returns the growth per second; 0 at first. now: not before the last call's."""
+        known = self._known
+        known.append((now, value))
+        while len(known) > 2 and known[1][0] <= now - self._over_s:
+            known.popleft()
+        then, before = known[0]
+        return (value - before) / (now - then) if now > then else 0.0
+
+
+class _Held:
+    """A target that grows at once and shrinks to the most that was needed within hold_s."""
+
+    def __init__(self, bounds: Bounds, hold_s: float) -> None:
+        self._bounds, self._hold_s = bounds, hold_s
+        self._falling: deque[tuple[float, int]] = deque()
+        """Past targets that no later one reached."""
+
+    def target(self, now: float, need: float) -> int:
+        falling, wanted = self._falling, self._bounds.within(need)
+        while falling and falling[-1][1] <= wanted:
+            falling.pop()
+        falling.append((now, wanted))
+        while falling[0][0] < now - self._hold_s:
+            falling.popleft()
+        return falling[0][1]

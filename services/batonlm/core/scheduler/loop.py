@@ -1,0 +1,73 @@
+"""EngineLoop, steps one behind the other: plan, submit, collect, apply.
+
+As many steps are in flight as the runner wants. With one, a step is planned when the one before it
+is applied. With two, the next step is planned and prepared while one runs, so it may carry tokens
+that are not known yet (`plan.PENDING`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from batonlm.core.errors import Internal
+from batonlm.core.scheduler.events import Event
+from batonlm.core.scheduler.plan import ModelRunner, StepPlan, StepResult
+from batonlm.core.scheduler.scheduler import Scheduler
+
+
+class EngineLoop:
+    """A scheduler and the runner that computes its steps, for one caller.
+
+    What the runner raises is fatal: memory is in an unknown state.
+    """
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler):
+        self.runner = runner
+        self.scheduler = scheduler
+        self._in_flight: deque[StepPlan] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that are submitted and not collected."""
+        return len(self._in_flight)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the runner wants one more step before the oldest is collected."""
+        return len(self._in_flight) < self.runner.depth
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, which must be submitted; None when nothing can run now."""
+        return self.scheduler.plan(now)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Starts a step. Raises Internal when there is no room."""
+        if not self.has_room:
+            raise Internal(f"step {plan.step} is one too many in flight")
+        self._in_flight.append(plan)
+        self.runner.submit(plan)
+
+    def collect(self) -> tuple[StepPlan, StepResult]:
+        """Waits for the oldest step in flight. Its result must be applied before the next one's."""
+        result = self.runner.collect()
+        plan = self._in_flight.popleft()
+        if plan.step != result.step:
+            raise Internal(f"step {result.step} ended before step {plan.step}")
+        return plan, result
+
+    def apply(self, result: StepResult, now: float) -> list[Event]:
+        """Takes a step's result. A fault of one sequence ends that sequence, nothing else."""
+        return self.scheduler.apply(result, now)
+
+    def step(self, now: float) -> list[Event]:
+        """Submits what there is room for, ends at most one step, and returns all that happened."""
+        while self.has_room and (plan := self.plan(now)) is not None:
+            self.submit(plan)
+        events = self.scheduler.take_events()
+        if self._in_flight:
+            events += self.apply(self.collect()[1], now)
+        return events
+
+    def idle_check(self) -> None:
+        """Raises InvariantBroken when the books disagree."""
+        self.scheduler.check()

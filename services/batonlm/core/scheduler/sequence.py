@@ -1,0 +1,642 @@
+"""Sequences: the progress of choices on one worker, alone and in groups that share one input.
+
+A sequence's KV is computed here, or collected from another worker. Then the sequence either runs
+here, or its KV is held for the worker that goes on with it, also after it has run here:
+
+              ┌── START ──► PREFILLING ──┬─ READY ──► RUNNING ── SWAP ──► SWAPPED
+    QUEUED ───┤                 │        │             ▲ │ ▲                │ │
+      ▲       └─ RESERVE ─► ARRIVING ────┘ READY ──────┘ │ └─── RESTORE ────┘ │
+      └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
+                     PREFILLING, RUNNING ── HOLD ──► HELD
+
+READY is when the step that completes its KV is launched, or its last KV has been collected. A
+sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
+when swap memory keeps it. What steps launched before still sample for it counts all the same.
+FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
+fault of Baton and raises Internal.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import sys
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+from enum import Enum, auto
+
+from batonlm.core.errors import BatonError, ContextLengthExceeded, Internal, InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, Extents, SwapGrant, blocks_for
+from batonlm.core.kvcache.prefix import PrefixChain
+from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.prompt_logprobs import (
+    MAX_BYTES,
+    SCORED_POSITIONS,
+    Gathered,
+    PromptLogprobs,
+    entries_bytes,
+)
+from batonlm.core.request.request import FinishReason
+from batonlm.core.scheduler.plan import PENDING, Chunk, Matcher, SampleRow, Scored, StepResult
+
+
+class StopRule:
+    """Decides, where a token is sampled, whether it ends its choice. One for each attempt.
+
+    The model's own end tokens end an answer that follows a grammar even when they are to be
+    ignored: then they are drawn only when nothing else can be (see `Sequence.sample_row`).
+    """
+
+    __slots__ = ("_banned", "_ignored", "_max_tokens", "end_ids", "max_positions", "min_tokens")
+
+    def __init__(self, attempt: Attempt, eos_token_ids: tuple[int, ...], max_model_len: int):
+        stop = attempt.stop
+        ignored = eos_token_ids if stop.ignore_eos else ()
+        bound = attempt.grammar is not None
+        own = eos_token_ids if bound or not stop.ignore_eos else ()
+        ends = dict.fromkeys((*own, *stop.stop_token_ids))
+        self._banned = tuple(ends)
+        self._ignored = tuple(t for t in ignored if bound and t not in stop.stop_token_ids)
+        self.end_ids = frozenset(ends)
+        """Tokens that end a choice; before output position min_tokens they must not be drawn."""
+        self.min_tokens = stop.min_tokens
+        self._max_tokens = min(stop.max_tokens, max_model_len - attempt.num_prompt_tokens)
+        self.max_positions = attempt.num_prompt_tokens + self._max_tokens
+        """Most positions that a choice may have, prompt included."""
+
+    def banned(self, position: int) -> tuple[int, ...]:
+        """Tokens that must not be drawn at an output position: too early for an end."""
+        return self._banned if position < self.min_tokens else self._ignored
+
+    def ends(self, position: int, token_id: int) -> tuple[FinishReason | None, int | None]:
+        """Why the token drawn at an output position ends its choice, and itself if it is an end
+        token; (None, None) when the choice goes on."""
+        if token_id in self.end_ids:
+            return FinishReason.STOP, token_id
+        if position + 1 >= self._max_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+
+class SequenceState(Enum):
+    QUEUED = auto()
+    PREFILLING = auto()
+    ARRIVING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    HELD = auto()
+    FINISHED = auto()
+    CANCELLED = auto()
+    FAILED = auto()
+
+
+class SequenceEvent(Enum):
+    START = auto()
+    RESERVE = auto()
+    READY = auto()
+    HOLD = auto()
+    PREEMPT = auto()
+    SWAP = auto()
+    RESTORE = auto()
+    FINISH = auto()
+    CANCEL = auto()
+    FAIL = auto()
+
+
+_S, _E = SequenceState, SequenceEvent
+
+TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
+    (_S.QUEUED, _E.START): _S.PREFILLING,
+    (_S.QUEUED, _E.RESERVE): _S.ARRIVING,
+    (_S.QUEUED, _E.FINISH): _S.FINISHED,
+    (_S.QUEUED, _E.CANCEL): _S.CANCELLED,
+    (_S.QUEUED, _E.FAIL): _S.FAILED,
+    (_S.PREFILLING, _E.READY): _S.RUNNING,
+    (_S.PREFILLING, _E.HOLD): _S.HELD,
+    (_S.PREFILLING, _E.PREEMPT): _S.QUEUED,
+    (_S.PREFILLING, _E.FINISH): _S.FINISHED,
+    (_S.PREFILLING, _E.CANCEL): _S.CANCELLED,
+    (_S.PREFILLING, _E.FAIL): _S.FAILED,
+    (_S.ARRIVING, _E.READY): _S.RUNNING,
+    (_S.ARRIVING, _E.CANCEL): _S.CANCELLED,
+    (_S.RUNNING, _E.PREEMPT): _S.QUEUED,
+    (_S.RUNNING, _E.SWAP): _S.SWAPPED,
+    (_S.RUNNING, _E.HOLD): _S.HELD,
+    (_S.RUNNING, _E.FINISH): _S.FINISHED,
+    (_S.RUNNING, _E.CANCEL): _S.CANCELLED,
+    (_S.RUNNING, _E.FAIL): _S.FAILED,
+    (_S.SWAPPED, _E.RESTORE): _S.RUNNING,
+    (_S.SWAPPED, _E.PREEMPT): _S.QUEUED,
+    (_S.SWAPPED, _E.FINISH): _S.FINISHED,
+    (_S.SWAPPED, _E.CANCEL): _S.CANCELLED,
+    (_S.SWAPPED, _E.FAIL): _S.FAILED,
+    (_S.HELD, _E.FINISH): _S.FINISHED,
+    (_S.HELD, _E.CANCEL): _S.CANCELLED,
+    (_S.HELD, _E.FAIL): _S.FAILED,
+}
+
+TERMINAL = frozenset({_S.FINISHED, _S.CANCELLED, _S.FAILED})
+
+_PENDING_ID = (PENDING,)
+
+_made = tuple.__new__
+"""A NamedTuple from its fields, half as costly as by its own constructor."""
+
+
+class Sequence:
+    """One choice's tokens and how far its KV has come."""
+
+    __slots__ = (
+        "_extents",
+        "_last",
+        "_matcher",
+        "_num_prompt",
+        "_own",
+        "_plain_from",
+        "_sampling",
+        "attempt",
+        "ceiling",
+        "chain",
+        "confirmed",
+        "id",
+        "in_flight",
+        "key",
+        "limit",
+        "logprobs",
+        "lost",
+        "max_unconfirmed",
+        "num_computed_tokens",
+        "room",
+        "rule",
+        "serial",
+        "state",
+        "table",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        attempt: Attempt,
+        choice: int,
+        rule: StopRule,
+        max_unconfirmed: int = 0,
+        matcher: Matcher | None = None,
+    ):
+        self.id = sequence_id
+        """Local to the worker, names the sequence to the runner; later ones have higher ids."""
+        self.attempt = attempt
+        self.key = SequenceKey(attempt.request_id, choice, attempt.attempt)
+        self.rule = rule
+        self.max_unconfirmed = max_unconfirmed
+        """At most so many positions are sampled from `confirmed` on; 0: no limit."""
+        self.confirmed = attempt.position
+        """First output position that may still be cut off by a stop string."""
+        self.serial = attempt.sampling.needs_history or matcher is not None
+        """Whether a row of it needs the values of all tokens before."""
+        self.state = SequenceState.QUEUED
+        self.tokens: collections.abc.Sequence[int] = attempt.token_ids
+        self.logprobs: list[Logprobs] = []
+        self.table: BlockTable | None = None
+        self.chain: PrefixChain | None = None
+        self.in_flight = 0
+        """Launched steps that sample for it."""
+        self.lost = False
+        """Whether what those steps sample is worth nothing."""
+        self.num_computed_tokens = 0
+        """Positions that have KV once all launched steps are done: the next position to compute."""
+        self.room = 0
+        """First position that needs another block."""
+        self.limit = 0
+        """The lesser of `room` and `ceiling`."""
+        self._matcher = matcher
+        """Its way through its grammar, or None."""
+        self._sampling = attempt.sampling
+        self._num_prompt = attempt.num_prompt_tokens
+        self._own: list[int] = []
+        # From this position on nothing in a row depends on earlier tokens.
+        self._plain_from = sys.maxsize if self.serial else self._num_prompt + rule.min_tokens
+        self._last: tuple[int, ...] = ()
+        self._extents: Extents = ()
+        self._limit()
+
+    @property
+    def priority(self) -> int:
+        return self.attempt.priority
+
+    @property
+    def position(self) -> int:
+        """Output position of the next token."""
+        return len(self.tokens) - self._num_prompt
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether it is as far ahead of confirmed positions as it may be."""
+        return 0 < self.max_unconfirmed <= self.position + self.in_flight - self.confirmed
+
+    @property
+    def ended(self) -> bool:
+        return self.state in TERMINAL
+
+    @property
+    def can_be_held(self) -> bool:
+        """Whether its blocks hold, once launched steps are done, all that another worker needs."""
+        if self.state is not SequenceState.RUNNING or self.table is None:
+            return False
+        # A fork that has not run here yet does not have its own last block's content.
+        return self.table.copy is None
+
+    def move(self, event: SequenceEvent) -> None:
+        """Takes one step through TRANSITIONS. Raises Internal for one that is not there."""
+        target = TRANSITIONS.get((self.state, event))
+        if target is None:
+            raise Internal(f"a sequence that is {self.state.name} cannot {event.name}")
+        self.state = target
+
+    def confirm(self, position: int) -> None:
+        """Output positions below this one hold no stop string."""
+        self.confirmed = max(self.confirmed, min(position, self.position))
+        self._limit()
+
+    def begin(self, block_size: int, computed: int, *, awaited: bool = False) -> None:
+        """It has blocks and runs. awaited: a launched step samples its next token."""
+        self.num_computed_tokens = computed
+        self.in_flight = int(awaited)
+        self.lost = False
+        self.settle(block_size)
+
+    def settle(self, block_size: int) -> None:
+        """Call it when its table has changed."""
+        assert self.table is not None
+        self.room = len(self.table.blocks) * block_size
+        self.limit = min(self.room, self.ceiling)
+        self._extents = self.table.extents
+
+    def sample_row(self) -> SampleRow:
+        """The row of the token behind the launched ones. Its history is only valid until the step
+        is applied."""
+        position = self.position + self.in_flight
+        banned = self.rule.banned(position)
+        allowed = b""
+        if self._matcher is not None:
+            allowed = self._matcher.allowed(self.tokens, self._num_prompt)
+            # An answer that is complete has to end, however early.
+            if banned and not _leaves_some(allowed, banned):
+                banned = ()
+        return SampleRow(
+            self.id,
+            self.key.choice,
+            position,
+            self._sampling,
+            banned,
+            self.tokens if self._sampling.needs_history else (),
+            self._num_prompt,
+            allowed,
+        )
+
+    def without_token(self) -> BatonError:
+        """What went wrong when nothing could be drawn for it."""
+        if self._matcher is not None and self._matcher.stuck:
+            return InvalidArgument(self._matcher.stuck, field="grammar")
+        return Internal("The model gave no token for this sequence.")
+
+    def accept(self, token_id: int, logprobs: Logprobs | None) -> ChoiceTokens:
+        """Appends the token of the next position and decides whether it ends the choice."""
+        own = self._own
+        if not own:
+            own = self.tokens = self._own = list(self.tokens)
+        own.append(token_id)
+        size = len(own)
+        position = size - self._num_prompt - 1
+        self._last = last = (token_id,)
+        if logprobs is None:
+            added: tuple[Logprobs, ...] = ()
+        else:
+            added = (logprobs,)
+            self.logprobs.append(logprobs)
+        rule = self.rule
+        if token_id in rule.end_ids or size >= rule.max_positions:
+            end = rule.ends(position, token_id)
+            return ChoiceTokens(self.key, position, last, added, *end)
+        return _made(ChoiceTokens, (self.key, position, last, added, None, None))
+
+    def publish(self, pool: BlockPool, end: int) -> None:
+        """Puts its full blocks up to a position, which have KV now, into the prefix cache."""
+        if self.table is not None and self.chain is not None:
+            num_blocks = end // pool.block_size
+            self.chain.extend(self.tokens, num_blocks)
+            pool.publish(self.table, self.chain, num_blocks)
+
+    def release_table(self, pool: BlockPool) -> None:
+        """Releases its blocks, if it owns any."""
+        table, self.table = self.table, None
+        if table is not None:
+            pool.release(table)
+
+    def tokens_from(self, position: int) -> ChoiceTokens | None:
+        """What was sampled here from an output position on; None if that is out of range."""
+        first = self.attempt.position
+        if not first <= position <= self.position:
+            return None
+        return ChoiceTokens(
+            self.key,
+            position,
+            tuple(self.tokens[self._num_prompt + position :]),
+            tuple(self.logprobs[position - first :]),
+        )
+
+    def _limit(self) -> None:
+        # The last token of a choice gets no KV.
+        self.ceiling = self.rule.max_positions - 1
+        """`num_computed_tokens` must stay below it."""
+        if self.max_unconfirmed:
+            ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
+            self.ceiling = min(self.ceiling, ahead)
+        self.limit = min(self.room, self.ceiling)
+
+
+def _leaves_some(allowed: bytes, banned: Iterable[int]) -> bool:
+    """Whether bits are left without those of some ids."""
+    bits = bytearray(allowed)
+    for token_id in banned:
+        if token_id >> 3 < len(bits):
+            bits[token_id >> 3] &= ~(1 << (token_id & 7))
+    return bits.count(0) < len(bits)
+
+
+def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
+    """The next position of each, for the step that is planned now and launched next; and how many
+    positions they look back on together.
+
+    One loop for all, because a call for each would cost as much as what it does.
+    """
+    chunks = []
+    context = 0
+    for one in sequences:
+        position, in_flight = one.num_computed_tokens, one.in_flight
+        num_prompt = one._num_prompt
+        context += position
+        end = position + 1
+        if end >= one._plain_from:
+            fields = (one.id, one.key[1], end - num_prompt, one._sampling, (), (), num_prompt, b"")
+            row = _made(SampleRow, fields)
+        else:
+            row = one.sample_row()
+        one.num_computed_tokens = end
+        one.in_flight = in_flight + 1
+        token_ids = _PENDING_ID if in_flight else one._last
+        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,), None)))
+    return chunks, context
+
+
+_LIKELY_GROWTH = 512
+"""Positions that a sequence is expected to grow by where its request allows more."""
+
+
+class SequenceGroup:
+    """One input on its way to KV, and the sequences that go on from it.
+
+    A prompt with n choices is computed or collected once. Its sequences run each on its own when
+    KV is complete: one takes the group's table, each of the others got a fork of it, with room to
+    grow, when blocks were taken, so that blocks cannot run out in between. A preempted sequence
+    becomes a group of one again; what its launched steps still sample becomes part of the input.
+    """
+
+    def __init__(
+        self, sequences: list[Sequence], chain: PrefixChain, now: float, *, resumed: bool = False
+    ):
+        first = sequences[0]
+        attempt = first.attempt
+        self.id = first.id
+        self.key: AttemptKey = attempt.key
+        self.priority = attempt.priority
+        self.sequences = sequences
+        """Those that have not ended."""
+        self.first = first
+        self.chain = chain
+        self.arrived = now
+        """A clock reading, in seconds."""
+        self.started: float | None = None
+        """When it got its blocks: a clock reading, in seconds."""
+        remaining_s = None if resumed else attempt.remaining_s
+        self.deadline = None if remaining_s is None else now + remaining_s
+        """A clock reading after which it need not start. What the client got cannot be taken back,
+        so a resumed group has none."""
+        self.resumed = resumed
+        """Whether its sequence has run before."""
+        self.blocked = False
+        """Whether it was refused room, or lost it."""
+        self.keep = False
+        """Whether its KV is kept for another worker when all of it is computed."""
+        self.receiver = ""
+        """The worker whose share of the pool its blocks count against, or empty."""
+        num_top = None if resumed else attempt.prompt_logprobs
+        self.scores = None if num_top is None else Gathered(num_top)
+        """What is known of its own tokens; None when they are not scored."""
+        self.stored: SwapGrant | None = None
+        """The swap memory that keeps all its KV while it waits."""
+        self.table: BlockTable | None = None
+        self.computed = 0
+        """Leading positions that have KV once all launched steps are done."""
+        self.cached = 0
+        """Those of them that came from the prefix cache."""
+        self.in_flight = 0
+        """Launched steps that compute some of it."""
+
+    @property
+    def tenant(self) -> str:
+        return self.first.attempt.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.first.attempt.weight
+
+    @property
+    def tokens(self) -> Tokens[int]:
+        return self.first.tokens
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """What is known of its tokens, if they are scored."""
+        return None if self.scores is None else self.scores.whole()
+
+    @property
+    def remaining(self) -> int:
+        """Positions that no launched step computes yet."""
+        return len(self.first.tokens) - self.computed
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether its next token would be too far ahead of confirmed positions."""
+        return any(sequence.must_wait for sequence in self.sequences)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether launched steps still work on it or sample for it: it cannot start over yet."""
+        return self.in_flight > 0 or any(sequence.in_flight for sequence in self.sequences)
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables that it and its sequences own."""
+        return (self.table is not None) + sum(s.table is not None for s in self.sequences)
+
+    def positions_with_room(self, headroom: int) -> int:
+        """Positions to own at the start: the input and as much growth as its choices can need.
+
+        The last token of a choice never gets KV.
+        """
+        size = len(self.tokens)
+        return max(size, min(size + headroom, self.sequences[0].rule.max_positions - 1))
+
+    def blocks_wanted(self, block_size: int, headroom: int) -> tuple[int, int]:
+        """Blocks of the first table, and of each fork beyond those that it shares."""
+        whole = blocks_for(self.positions_with_room(headroom), block_size)
+        return whole, whole - len(self.tokens) // block_size
+
+    def take_blocks(
+        self, pool: BlockPool, *, max_cached: int, headroom: int | None = None, keep_free: int = 0
+    ) -> bool:
+        """Takes blocks for the input, or none at all.
+
+        max_cached: positions that may come from the prefix cache; none of an input that is scored,
+        because the logits of all its positions are needed. headroom: also take what all
+        sequences need until each has grown by so many positions; None: they do not run here.
+        keep_free: blocks to leave free.
+        """
+        size = pool.block_size
+        if self.scores is not None:
+            max_cached = 0
+        self.chain.extend(self.tokens, len(self.tokens) // size)
+        whole, fork = self.blocks_wanted(size, headroom or 0)
+        forks = [] if headroom is None else self.sequences[1:]
+        keep_free += fork * len(forks)
+        grown = whole if headroom is None else self.blocks_wanted(size, _LIKELY_GROWTH)[0]
+        room = max(0, grown - whole)
+        self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free, room)
+        if self.table is None:
+            return False
+        self.computed = self.cached = self.table.num_cached * size
+        for sequence in forks:
+            sequence.table = pool.fork(self.table, len(self.tokens), whole, room)
+        return True
+
+    def next_chunk(self, budget: int, block_size: int) -> Chunk:
+        """The next positions, for the step that is planned now and launched next.
+
+        budget: at least one block, or all that remains. A chunk that is not the last one ends where
+        a block ends, so that whole blocks travel.
+        """
+        assert self.table is not None
+        first, end = self.computed, len(self.tokens)
+        rows: tuple[SampleRow, ...] = ()
+        scored = None
+        if self.scores is not None:
+            budget = min(budget, max(SCORED_POSITIONS, block_size))
+        if self.remaining > budget:
+            end = (first + budget) // block_size * block_size
+        else:
+            rows = tuple(sequence.sample_row() for sequence in self.sequences)
+        if self.scores is not None:
+            scored = Scored(self.tokens[first + 1 : end + 1], self.scores.num_top)
+        self.computed = end
+        self.in_flight += 1
+        return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows, scored)
+
+    def note_scores(self, result: StepResult) -> None:
+        """Keeps what a step scored of its tokens."""
+        for scored in result.scored:
+            if scored.sequence_id == self.id and self.scores is not None:
+                self.scores.add(scored.first_position, scored.logprobs)
+
+    def publish(self, pool: BlockPool, end: int) -> None:
+        """Puts the full blocks up to a position, which have KV now, into the prefix cache."""
+        if self.table is not None:
+            pool.publish(self.table, self.chain, end // pool.block_size)
+
+    def split(self, pool: BlockPool, *, computed: int, awaited: bool = False) -> None:
+        """Gives every sequence its table; the group's own goes to the one that got no fork.
+
+        computed, awaited: see `Sequence.begin`.
+        """
+        assert self.table is not None
+        for sequence in self.sequences:
+            if sequence.table is None:
+                sequence.table, self.table = self.table, None
+                sequence.chain = self.chain
+            else:
+                sequence.chain = self.chain.fork()
+            sequence.begin(pool.block_size, computed, awaited=awaited)
+        if self.table is not None:
+            self.release_table(pool)
+
+    def release_table(self, pool: BlockPool) -> None:
+        """Releases the group's own table, if there is one."""
+        table, self.table = self.table, None
+        if table is not None:
+            pool.release(table)
+
+    def release_blocks(self, pool: BlockPool) -> None:
+        """Releases everything; the input has to be computed from its start again."""
+        self.release_table(pool)
+        for sequence in self.sequences:
+            sequence.release_table(pool)
+        self.computed = self.cached = 0
+
+    def move(self, event: SequenceEvent) -> None:
+        """All its sequences take the same step."""
+        for sequence in self.sequences:
+            sequence.move(event)
+
+
+def validate_attempt(attempt: Attempt, model: ModelDescription, max_positions: int) -> None:
+    """Raises InvalidArgument or ContextLengthExceeded, naming the field, unless this model can run
+    the attempt. Ranges that need no model are checked where a message is read, in `rpc.convert`.
+
+    max_positions: an input has fewer, so that one token fits behind it.
+    """
+    ids = attempt.token_ids
+    if ids:
+        validate_ids((min(ids), max(ids)), model, "token_ids")
+    validate_sizes(attempt, max_positions)
+    num_top = attempt.prompt_logprobs
+    if num_top is not None and (
+        num_top > model.vocab_size or entries_bytes(len(ids), num_top) > MAX_BYTES
+    ):
+        raise InvalidArgument(
+            f"{num_top} alternatives to each of {len(ids)} tokens are too many.",
+            field="prompt_logprobs",
+        )
+    validate_ids((t for t, _ in attempt.sampling.logit_bias), model, "logit_bias")
+    validate_ids(attempt.sampling.allowed_token_ids, model, "allowed_token_ids")
+    # Below min_tokens the sampler bans these, row by row of one tensor.
+    validate_ids(attempt.stop.stop_token_ids, model, "stop_token_ids")
+
+
+def validate_sizes(attempt: Attempt, max_positions: int) -> None:
+    """The part that needs no token's value. Raises as `validate_attempt`."""
+    size = len(attempt.token_ids)
+    if size == 0:
+        raise InvalidArgument("The input has no tokens.", field="token_ids")
+    if not 0 < attempt.num_prompt_tokens <= size:
+        raise InvalidArgument(
+            f"The prompt's length lies between 1 and {size}.", field="num_prompt_tokens"
+        )
+    if size >= max_positions:
+        raise ContextLengthExceeded(
+            f"The input has {size} tokens; with room for one more this worker takes at most "
+            f"{max_positions - 1}.",
+            field="token_ids",
+        )
+    if not attempt.choices or len(set(attempt.choices)) != len(attempt.choices):
+        raise InvalidArgument("Choices are named once each, at least one.", field="choices")
+    if attempt.position >= attempt.stop.max_tokens:
+        raise InvalidArgument(
+            f"There are {attempt.position} output tokens of at most {attempt.stop.max_tokens}.",
+            field="max_tokens",
+        )
+
+
+def validate_ids(token_ids: Iterable[int], model: ModelDescription, field: str) -> None:
+    """Raises InvalidArgument for what is no token id of this model."""
+    if not all(0 <= token_id < model.vocab_size for token_id in token_ids):
+        raise InvalidArgument(f"Token ids lie between 0 and {model.vocab_size - 1}.", field=field)

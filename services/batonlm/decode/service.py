@@ -1,0 +1,575 @@
+"""DecodeService, which runs attempts on the engine, with KV collected or computed here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from batonlm.core.errors import (
+    BatonError,
+    Cancelled,
+    HandoverFailed,
+    Internal,
+    InvalidArgument,
+    Overloaded,
+    Unavailable,
+)
+from batonlm.core.handover.table import HANDOVER_ID_BYTES
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.observe.stages import TraceContext
+from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.routing.load import WorkerState
+from batonlm.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload
+from batonlm.decode.sessions import RouterSession
+from batonlm.engine.thread import EngineThread
+from batonlm.grammar.book import GrammarBook
+from batonlm.rpc import metrics, tracing
+from batonlm.rpc.convert import prompt_logprobs_to_proto
+from batonlm.rpc.logs import named
+from batonlm.rpc.tracing import OFF, Span, Tracer, ending, error_type
+from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as_handover_failure
+from batonlm.transfer.sender import KvSender
+from batonlm.v1.decode_pb2 import SequenceStarted
+from batonlm.worker.service import (
+    CACHED,
+    DEFAULT_DEADLINE_S,
+    HANDOVER_TIMEOUT_S,
+    PREFILLED,
+    STAGE_TIME,
+    AttemptService,
+)
+
+log = logging.getLogger(__name__)
+
+DECODED = metrics.counter(metrics.DECODE_TOKENS)
+KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
+
+MAX_SESSIONS = 256
+RESUME_WINDOW_S = 2.0
+"""How long a router's sequences are kept after its stream broke: as long as silence lasts until a
+router counts a worker as dead, so that later nobody would resume them."""
+
+STUCK_S = 30.0
+"""The session of a router that reads nothing for so long is dropped."""
+
+SWEEP_S = 0.25
+ROOM_POLL_S = 0.01
+"""The interval between tries to reserve blocks that the steps in flight will free."""
+
+
+@dataclass(slots=True)
+class DecodeAttempt:
+    """One attempt on this worker."""
+
+    attempt: Attempt
+    session: RouterSession
+    source: TransferRequest | None
+    """The transfer of its KV; None when the KV is computed here."""
+    max_unconfirmed: int
+    choices: set[int]
+    """The choices that have not ended."""
+    span: Span
+    """Lasts as long as the attempt."""
+    part: Span
+    """A child of `span`: first for collecting or computing the KV, then for generating tokens."""
+    began: float
+    """Seconds of the monotonic clock."""
+    received_bytes: int = 0
+    """KV bytes that the hand-over transferred."""
+    confirmed: dict[SequenceKey, int] = field(default_factory=dict)
+    """Positions that were confirmed before the scheduler had the attempt."""
+    starting: asyncio.Task[None] | None = None
+    """The task that owns the attempt until the scheduler does."""
+    migrations: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """The tasks that migrate choices to other workers, by choice."""
+
+    @property
+    def trace_id(self) -> str:
+        return self.span.context.trace_id
+
+    def remaining(self) -> Attempt:
+        """The attempt with only the choices that have not ended."""
+        choices = tuple(c for c in self.attempt.choices if c in self.choices)
+        return replace(self.attempt, choices=choices)
+
+
+class DecodeService(AttemptService[DecodeAttempt]):
+    """Runs attempts for routers, and migrates sequences to other decode workers.
+
+    An attempt lasts from `start` until all its choices have ended, failed or were cancelled. A task
+    owns it until the scheduler has its input (added, or collected and admitted). Every early end
+    frees blocks through the scheduler's `cancel`, after the task has ended, so that nothing is
+    reserved or unpacked afterwards.
+
+    A choice that migrates is held until its hand-over has ended: tokens of steps in flight still
+    count, and no more steps are launched for it. Then all its KV is offered at once, with its
+    newest token, which has no KV yet. Afterwards the sequence is freed in any case: packing that is
+    queued runs before that, and later packing finds no sequence.
+    """
+
+    role = "decode"
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        sender: KvSender,
+        receiver: KvReceiver,
+        grammars: GrammarBook,
+        *,
+        handover_timeout_s: float = HANDOVER_TIMEOUT_S,
+        resume_window_s: float = RESUME_WINDOW_S,
+        tracer: Tracer = OFF,
+    ) -> None:
+        """resume_window_s: how long a router's sequences are kept after its stream broke."""
+        super().__init__(
+            engine, sender, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
+        )
+        self.sessions: dict[str, RouterSession] = {}
+        """By router instance id; kept for resume_window_s after the stream broke."""
+        self._receiver = receiver
+        self._resume_window_s = resume_window_s
+        self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
+        self._confirmed: dict[SequenceKey, int] = {}
+        self._confirming: asyncio.Task[None] | None = None
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    @property
+    def state(self) -> WorkerState:
+        return WorkerState.DRAINING if self._draining else WorkerState.SERVING
+
+    @property
+    def holdings(self) -> dict[str, int]:
+        return {**self._receiver.holdings, **super().holdings}
+
+    @property
+    def probing(self) -> bool:
+        return self._receiver.probing or super().probing
+
+    def session(self, router_instance_id: str) -> RouterSession:
+        """The router's session: the existing one, or a new one.
+
+        Raises Overloaded when there are MAX_SESSIONS.
+        """
+        session = self.sessions.get(router_instance_id)
+        if session is None:
+            if len(self.sessions) >= MAX_SESSIONS:
+                raise Overloaded("too many routers are connected to this decode worker")
+            session = self.sessions[router_instance_id] = RouterSession(router_instance_id)
+        return session
+
+    def start(
+        self,
+        session: RouterSession,
+        attempt: Attempt,
+        source: TransferRequest | None,
+        max_unconfirmed: int,
+    ) -> None:
+        """Begins an attempt. source: None to prefill the input here. Repeating it has no effect.
+
+        Errors are reported in the session's frames, never raised.
+        """
+        known = self.attempts.get(attempt.key)
+        if known is not None and known.session is session:
+            return
+        if (refusal := self._refusal(attempt.key)) is not None:
+            session.failed(attempt.key, attempt.choices, refusal)
+            return
+        span = self._tracer.go_on(tracing.DECODE_RUN, parent=TraceContext(attempt.traceparent))
+        part = span.child(tracing.DECODE_PREFILL if source is None else tracing.COLLECT)
+        choices, began = set(attempt.choices), time.monotonic()
+        running = self.attempts[attempt.key] = DecodeAttempt(
+            attempt, session, source, max_unconfirmed, choices, span, part, began
+        )
+        self._meter.began(session.router_instance_id, attempt)
+        session.open(attempt.keys(), attempt.position)
+        running.starting = self._spawn(self._start(running))
+
+    def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
+        """Ends choices of an attempt; an empty `choices` means all. Unknown choices, and those of
+        other sessions, are not an error."""
+        running = self.attempts.get(key)
+        if running is None or running.session is not session:
+            return
+        ended = running.choices.intersection(choices) if choices else set(running.choices)
+        for choice in ended:
+            session.forget(SequenceKey(key.request_id, choice, key.attempt))
+        self._remove(running, ended)
+        if not running.choices:
+            self._end(running, Cancelled("cancelled"))
+        elif ended:
+            self._free(key, *ended)
+
+    def hand_over(
+        self,
+        session: RouterSession,
+        key: SequenceKey,
+        handover_id: bytes,
+        receiver_instance_id: str,
+    ) -> None:
+        """Migrates a running sequence to another decode worker, with its KV; or reports to the
+        session that it stays. Repeating the request during the migration has no effect.
+        """
+        running = self.attempts.get(AttemptKey(key.request_id, key.attempt))
+        if (
+            running is None
+            or running.session is not session
+            or len(handover_id) != HANDOVER_ID_BYTES
+            or running.starting is not None
+            or key.choice not in running.choices
+        ):
+            session.migrated_out(key, handover_id, None)
+        elif key.choice not in running.migrations:
+            running.migrations[key.choice] = self._spawn(
+                self._migrate_out(running, key, handover_id, receiver_instance_id)
+            )
+
+    def confirm(self, session: RouterSession, positions: Mapping[SequenceKey, int]) -> None:
+        """Confirms that output positions below these contain no stop string. Unknown sequences are
+        not an error."""
+        for key, position in positions.items():
+            running = self.attempts.get(AttemptKey(key.request_id, key.attempt))
+            if running is None or running.session is not session:
+                continue
+            if running.starting is None:
+                self._confirm({key: position})
+            else:
+                # Token 0 came from prefill, and the scheduler does not have it yet.
+                running.confirmed[key] = position
+
+    def resume(
+        self, session: RouterSession, positions: Mapping[SequenceKey, int]
+    ) -> list[SequenceKey]:
+        """Continues a router's sequences on a new stream from its positions; returns the sequences
+        that are no longer here."""
+        lost, dropped = session.resume(positions)
+        for key in dropped:
+            self.cancel(session, AttemptKey(key.request_id, key.attempt), (key.choice,))
+        return lost
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case NewTokens(tokens):
+                    DECODED.inc(sum(len(t.token_ids) for t in tokens))
+                    for choice_tokens in tokens:
+                        self._take(choice_tokens)
+                case KvComplete(key):
+                    if (running := self.attempts.get(key)) is not None:
+                        self._kv_complete(running, event)
+                case Held(key):
+                    waiting = self._holding.get(key)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(event)
+                case AttemptFailed(key, choices, error):
+                    self._failed(key, choices, error)
+                case _:
+                    pass
+
+    async def close(self) -> None:
+        self._draining = True
+        for session in list(self.sessions.values()):
+            self._drop(session, Unavailable("this decode worker is leaving"))
+        self._sweeping.cancel()
+        await asyncio.wait({self._sweeping, *self._tasks})
+        if self._confirming is not None:
+            self._confirming.cancel()
+            await asyncio.wait([self._confirming])
+        await self._sender.close()
+        await self._receiver.close()
+
+    def _in_use(self) -> Iterable[tuple[str, Attempt]]:
+        running = self.attempts.values()
+        return ((one.session.router_instance_id, one.attempt) for one in running)
+
+    def _is_empty(self) -> bool:
+        return not self.attempts and not any(s.has_news for s in self.sessions.values())
+
+    async def _start(self, running: DecodeAttempt) -> None:
+        """Hands an attempt's input to the scheduler, with KV collected or to be computed here.
+
+        If the attempt ends early, its reserved blocks are freed after this task has ended.
+        """
+        key = running.attempt.key
+        try:
+            grammar = await self._grammars.compiled(running.attempt.grammar)
+            if running.source is None:
+                attempt, limit = running.remaining(), running.max_unconfirmed
+                await self._engine.call(
+                    lambda loop: loop.scheduler.add(
+                        attempt, time.monotonic(), max_unconfirmed=limit, grammar=grammar
+                    )
+                )
+            else:
+                collected = await self._collect(running, running.source, grammar)
+                running.received_bytes = collected.received_bytes
+                try:
+                    await self._engine.call(
+                        lambda loop: loop.scheduler.admit(key, collected.tokens, time.monotonic())
+                    )
+                except InvalidArgument:
+                    # The sender is at fault, not the client.
+                    raise HandoverFailed("the tokens that came with the KV do not fit") from None
+            running.starting = None
+            self._confirm(running.confirmed)
+        except BatonError as error:
+            self._failed(key, (), error)
+        except Exception:
+            about = named(key.request_id, running.trace_id)
+            log.exception("an attempt could not be started", extra=about)
+            self._failed(key, (), Internal("the decode worker could not start this attempt"))
+
+    async def _collect(
+        self, running: DecodeAttempt, source: TransferRequest, grammar: CompiledGrammar | None
+    ) -> Collected:
+        """Collects the KV. Raises HandoverFailed after the timeout, and what `KvReceiver.collect`
+        raises."""
+        key = running.attempt.key
+        extents: Extents = ()
+
+        async def reserve() -> int | None:
+            nonlocal extents
+            # A later cancel of a choice reaches the scheduler after this call.
+            attempt, limit = running.remaining(), running.max_unconfirmed
+
+            def take(loop: EngineLoop) -> tuple[int | None, Extents, bool]:
+                scheduler, now = loop.scheduler, time.monotonic()
+                position = scheduler.reserve(attempt, now, max_unconfirmed=limit, grammar=grammar)
+                place = () if position is None else scheduler.extents(key)
+                return position, place, scheduler.making_room(key, now)
+
+            while True:
+                position, extents, soon = await self._engine.call(take)
+                if position is not None or not soon:
+                    return position
+                await asyncio.sleep(ROOM_POLL_S)
+
+        async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
+            # The reserved blocks do not move, and belong to this attempt until the receiver ends.
+            await self._engine.copy(
+                lambda runner: runner.unpack(extents, first_position, count, payload)
+            )
+
+        deadline_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
+        timeout_s = min(deadline_s, self._handover_timeout_s)
+        try:
+            # The transfer's own deadline does not include the handshake with the sender.
+            async with asyncio.timeout(timeout_s):
+                return await self._receiver.collect(
+                    replace(source, deadline_s=timeout_s), reserve, unpack
+                )
+        except TimeoutError:
+            raise HandoverFailed("the hand-over took too long") from None
+
+    async def _migrate_out(
+        self, running: DecodeAttempt, key: SequenceKey, handover_id: bytes, receiver: str
+    ) -> None:
+        """Owns a choice from the request to migrate it until its hand-over has ended."""
+        session, whole = running.session, AttemptKey(key.request_id, key.attempt)
+        error: BatonError | None = None
+        try:
+            held = await self._hold(key)
+            if held is None:
+                del running.migrations[key.choice]
+                session.migrated_out(key, handover_id, None)
+                return
+            await self._give(running, held, handover_id, receiver)
+        except BatonError as raised:
+            error = raised
+        except Exception:
+            about = named(key.request_id, running.trace_id)
+            log.exception("a sequence could not be handed over", extra=about)
+            error = Internal("the decode worker could not hand over")
+        self._free(whole, key.choice)
+        if error is not None:
+            self._failed(whole, (key.choice,), error)
+        else:
+            session.forget(key)
+            self._remove(running, {key.choice})
+            if not running.choices:
+                self._forget(running)
+        self._note_drained()
+
+    async def _hold(self, key: SequenceKey) -> Held | None:
+        """Holds a sequence; returns None when it cannot be held now, and continues.
+
+        A token of a step in flight may end the sequence: then this waits until it is cancelled.
+        """
+        waiting: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        self._holding[key] = waiting
+        try:
+            if not await self._engine.call(lambda loop: loop.scheduler.hold(key)):
+                return None
+            return await waiting
+        finally:
+            del self._holding[key]
+
+    async def _give(
+        self, running: DecodeAttempt, held: Held, handover_id: bytes, receiver: str
+    ) -> None:
+        """Offers the KV, reports that to the session, and returns when the receiver has collected
+        it.
+
+        Raises HandoverFailed when that fails, and what `KvSender.offer` raises. Its cancellation
+        withdraws the offer.
+        """
+        key = held.key
+
+        async def pack(first_position: int, count: int, out: KvPayload) -> None:
+            await self._engine.call_to_end(
+                lambda loop: loop.runner.pack(
+                    loop.scheduler.held_extents(key), first_position, count, out
+                )
+            )
+
+        with ending(running.span.child(tracing.GIVE)):
+            offer = self._sender.offer(
+                handover_id,
+                receiver_instance_id=receiver,
+                num_positions=held.num_positions,
+                pack=pack,
+                deadline_s=self._handover_timeout_s,
+                about=named(key.request_id, running.trace_id),
+            )
+            try:
+                offer.announce()
+                offer.advance(held.num_positions)
+                offer.tokens((held.newest,))
+                running.session.migrated_out(key, handover_id, held.newest.position + 1)
+                outcome = await offer.wait()
+            finally:
+                offer.fail(Cancelled("cancelled"))
+            if outcome.error is not None:
+                # A timeout or refusal of the hand-over is not one of the request.
+                raise as_handover_failure(outcome.error)
+
+    def _confirm(self, positions: Mapping[SequenceKey, int]) -> None:
+        """Passes positions on to the engine. One call runs at a time; positions that arrive
+        meanwhile go into the next one, so that frequent confirms do not fill the engine's queue."""
+        self._confirmed.update(positions)
+        if self._confirmed and (self._confirming is None or self._confirming.done()):
+            self._confirming = asyncio.create_task(self._pass_on_confirmed())
+
+    async def _pass_on_confirmed(self) -> None:
+        def confirm(loop: EngineLoop) -> None:
+            for key, position in positions.items():
+                loop.scheduler.confirm(key, position)
+
+        # A stopped engine runs no sequence that waits for this.
+        with suppress(Unavailable):
+            while self._confirmed:
+                positions, self._confirmed = self._confirmed, {}
+                await self._engine.call(confirm)
+
+    async def _sweep(self) -> None:
+        """Drops the sessions of routers that are gone or read nothing. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            window = now - self._resume_window_s
+            for session in list(self.sessions.values()):
+                session.forget_ended(window)
+                if session.broken_at is not None and session.broken_at < window:
+                    self._drop(session, Cancelled("the router left"))
+                elif session.busy_since is not None and session.busy_since < now - STUCK_S:
+                    log.warning("a router reads nothing: its session is dropped")
+                    self._drop(session, Cancelled("the router reads nothing"))
+            self._note_drained()
+
+    def _take(self, tokens: ChoiceTokens) -> None:
+        running = self.attempts.get(AttemptKey(tokens.key.request_id, tokens.key.attempt))
+        if running is None or tokens.key.choice not in running.choices:
+            return
+        session = running.session
+        session.tokens(tokens)
+        self._meter.made(session.router_instance_id, running.attempt, len(tokens.token_ids))
+        if tokens.finish_reason is not None:
+            self._remove(running, {tokens.key.choice})
+            if not running.choices:
+                self._forget(running)
+
+    def _kv_complete(self, running: DecodeAttempt, event: KvComplete) -> None:
+        cached, received = event.cached_tokens, running.received_bytes
+        wait_s = time.monotonic() - running.began
+        if running.source is None:
+            source, stage = "local", "local_prefill"
+            CACHED.inc(cached)
+            PREFILLED.inc(len(running.attempt.token_ids) - cached)
+        else:
+            moved = "moved" if running.source.sender.role == "decode" else "handover"
+            source, stage = moved if received else "cache", "kv_wait"
+        KV_SOURCE.labels(source).inc()
+        STAGE_TIME.labels(stage).observe(wait_s)
+        if running.span.recording:
+            running.part.set_attributes(
+                {tracing.WORKER_CACHED_TOKENS: cached, tracing.KV_BYTES: received}
+            )
+            running.part.end()
+            running.part = running.span.child(tracing.GENERATE)
+        running.session.started(
+            SequenceStarted(
+                request_id=event.key.request_id,
+                attempt=event.key.attempt,
+                cached_tokens=cached,
+                received_bytes=received,
+                wait_us=round(wait_s * 1e6),
+                prompt_logprobs=prompt_logprobs_to_proto(event.prompt_logprobs),
+            )
+        )
+
+    def _failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
+        """Ends choices with an error; an empty `choices` means all."""
+        running = self.attempts.get(key)
+        if running is None:
+            return
+        ended = running.choices.intersection(tuple(choices) or running.choices)
+        if not ended:
+            return
+        self._remove(running, ended)
+        running.session.failed(key, sorted(ended), error)
+        if not running.choices:
+            self._end(running, error)
+
+    def _forget(self, running: DecodeAttempt, error: BatonError | None = None) -> None:
+        del self.attempts[running.attempt.key]
+        running.part.end(error_type(error))
+        running.span.end(error_type(error))
+
+    def _end(self, running: DecodeAttempt, error: BatonError) -> None:
+        """Ends an attempt early: first its task, then its blocks."""
+        key = running.attempt.key
+        self._forget(running, error)
+        task, running.starting = running.starting, None
+
+        def free(_: object = None) -> None:
+            self._free(key)
+
+        if task is None or task is asyncio.current_task():
+            free()
+        else:
+            task.cancel()
+            task.add_done_callback(free)
+
+    def _remove(self, running: DecodeAttempt, choices: Collection[int]) -> None:
+        """Removes choices from an attempt, and cancels their migrations."""
+        running.choices.difference_update(choices)
+        for choice in choices:
+            task = running.migrations.pop(choice, None)
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+
+    def _free(self, key: AttemptKey, *choices: int) -> None:
+        """Frees what the engine holds for these choices; without any: for all."""
+        self._post(lambda loop: loop.scheduler.cancel(key, choices))
+
+    def _drop(self, session: RouterSession, error: BatonError) -> None:
+        """Ends a router's attempts with an error, and removes its session."""
+        self.sessions.pop(session.router_instance_id, None)
+        for running in [r for r in self.attempts.values() if r.session is session]:
+            self._failed(running.attempt.key, (), error)
+        session.cut()

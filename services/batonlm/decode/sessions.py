@@ -1,0 +1,242 @@
+"""RouterSession, the sequences of one router and their unsent tokens, merged into step frames."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from batonlm.core.errors import BatonError
+from batonlm.core.request.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from batonlm.core.request.request import FinishReason
+from batonlm.rpc.convert import choice_tokens_to_proto, error_to_proto
+from batonlm.v1 import decode_pb2 as pb
+
+MAX_SCORED = 8
+"""The most attempts with prompt log probabilities in one frame: each may have megabytes of them.
+The tokens of further ones wait too, because they must come after."""
+
+
+@dataclass(slots=True)
+class SequenceLog:
+    """All tokens of one sequence that this worker generated."""
+
+    key: SequenceKey
+    position: int
+    """The output position of the first token."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    sent: int = 0
+    """How many of the tokens were sent."""
+    end_sent_at: float | None = None
+    """When the end of the sequence was last sent, by the monotonic clock."""
+    migrated_out: pb.SequenceHandedOver | None = None
+    """Set when the sequence generated its last token here and migrates to another worker; the log
+    is then kept as long as the hand-over."""
+
+    def append(self, tokens: ChoiceTokens) -> None:
+        self.token_ids.extend(tokens.token_ids)
+        self.logprobs.extend(tokens.logprobs)
+        self.finish_reason = tokens.finish_reason
+        self.stop_token_id = tokens.stop_token_id
+
+    def take_unsent(self, now: float) -> ChoiceTokens | None:
+        if self.sent == len(self.token_ids):
+            return None
+        first, self.sent = self.sent, len(self.token_ids)
+        if self.finish_reason is not None:
+            self.end_sent_at = now
+        return ChoiceTokens(
+            key=self.key,
+            position=self.position + first,
+            token_ids=self.token_ids[first:],
+            logprobs=self.logprobs[first:],
+            finish_reason=self.finish_reason,
+            stop_token_id=self.stop_token_id,
+        )
+
+
+class SessionStream:
+    """One stream of a router, compared by identity: only the newest one may send."""
+
+
+class RouterSession:
+    """The sequences of one router instance id on this worker, and what is not sent of them.
+
+    A session outlives its stream by the resume window. A sequence's tokens are kept until the
+    router cancels it, or for the window after its end was sent, so that a new stream can continue
+    from any position. Unsent tokens are merged per sequence: a slow stream makes frames larger, and
+    no queue grows.
+
+    Only the newest stream takes frames. Frames lost by an older one are sent again: a new stream
+    begins with the positions up to which the router has tokens.
+    """
+
+    def __init__(self, router_instance_id: str) -> None:
+        self.router_instance_id = router_instance_id
+        self.stream: SessionStream | None = None
+        self.broken_at: float | None = None
+        """When the last stream ended, by the monotonic clock; None while there is one."""
+        self.busy_since: float | None = None
+        """When the newest stream took the frame that it is still writing, by the monotonic clock;
+        None while it waits for a frame."""
+        self._logs: dict[SequenceKey, SequenceLog] = {}
+        self._dirty: dict[SequenceKey, None] = {}
+        self._failures: list[pb.SequenceFailure] = []
+        self._started: list[pb.SequenceStarted] = []
+        self._kept: list[pb.SequenceHandedOver] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def keys(self) -> Collection[SequenceKey]:
+        return self._logs.keys()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether anything waits for a frame."""
+        return bool(self._dirty or self._failures or self._started or self._kept)
+
+    def attach(self) -> SessionStream:
+        """A new stream, which replaces any older one."""
+        self.stream, self.broken_at, self.busy_since = SessionStream(), None, None
+        self._wake.set()
+        return self.stream
+
+    def detach(self, stream: SessionStream) -> None:
+        """Notes that a stream has ended."""
+        if self.stream is stream:
+            self.stream, self.broken_at, self.busy_since = None, time.monotonic(), None
+
+    def cut(self) -> None:
+        """Ends the current stream's right to send."""
+        self.stream = None
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Wakes a stream that waits in `next_frame`."""
+        self._wake.set()
+
+    def open(self, keys: Iterable[SequenceKey], position: int) -> None:
+        for key in keys:
+            self._logs[key] = SequenceLog(key, position)
+
+    def tokens(self, tokens: ChoiceTokens) -> None:
+        log = self._logs.get(tokens.key)
+        if log is None:
+            return
+        log.append(tokens)
+        self._dirty[tokens.key] = None
+        self._wake.set()
+
+    def failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
+        """Queues the failure of choices of an attempt."""
+        choices = tuple(choices)
+        for choice in choices:
+            self.forget(SequenceKey(key.request_id, choice, key.attempt))
+        self._failures.append(
+            pb.SequenceFailure(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                choices=choices,
+                error=error_to_proto(error),
+            )
+        )
+        self._wake.set()
+
+    def started(self, started: pb.SequenceStarted) -> None:
+        """Queues the report that the KV of an attempt is complete."""
+        self._started.append(started)
+        self._wake.set()
+
+    def migrated_out(self, key: SequenceKey, handover_id: bytes, position: int | None) -> None:
+        """Queues the report, after all its tokens, that a sequence's KV is offered to another
+        worker. position: how many output tokens it has; None when it stays here."""
+        made = pb.SequenceHandedOver(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            choice=key.choice,
+            handover_id=handover_id,
+            position=position,
+        )
+        log = self._logs.get(key)
+        if position is None:
+            self._kept.append(made)
+        elif log is not None:
+            log.migrated_out = made
+            self._dirty[key] = None
+        self._wake.set()
+
+    def forget(self, key: SequenceKey) -> None:
+        self._logs.pop(key, None)
+        self._dirty.pop(key, None)
+
+    def resume(
+        self, positions: Mapping[SequenceKey, int]
+    ) -> tuple[list[SequenceKey], list[SequenceKey]]:
+        """Continues from the router's positions on a new stream.
+
+        Returns (lost, dropped): sequences that the router named and that are not here, and
+        sequences that are here and that it did not name (the caller frees them). A migrating
+        sequence is never dropped: it ends with its hand-over, which does not involve the router.
+        """
+        lost = [key for key in positions if key not in self._logs]
+        unwanted = self._logs.keys() - positions.keys()
+        dropped = [key for key in unwanted if self._logs[key].migrated_out is None]
+        for key in dropped:
+            self.forget(key)
+        for key in self._logs.keys() & positions.keys():
+            log = self._logs[key]
+            log.sent = min(max(positions[key] - log.position, 0), len(log.token_ids))
+            if log.sent < len(log.token_ids) or log.migrated_out is not None:
+                self._dirty[key] = None
+        return lost, dropped
+
+    def forget_ended(self, before: float) -> None:
+        """Drops the logs of sequences whose end was sent before `before`, while a stream is
+        open."""
+        if self.stream is None:
+            return
+        ended = [
+            key
+            for key, log in self._logs.items()
+            if log.end_sent_at is not None and log.end_sent_at < before and key not in self._dirty
+        ]
+        for key in ended:
+            del self._logs[key]
+
+    async def next_frame(self, stream: SessionStream, timeout_s: float) -> pb.StepFrame | None:
+        """Waits for anything to send, and returns all of it, with `step` not set. Returns None
+        after timeout_s, when the stream was replaced, or on `wake`.
+        """
+        if self.stream is stream:
+            self.busy_since = None
+            if not self.has_news:
+                self._wake.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await self._wake.wait()
+        # Checked after the wait: a frame taken by a replaced stream would be lost.
+        if self.stream is not stream or not self.has_news:
+            return None
+        self.busy_since = now = time.monotonic()
+        started, self._started = self._started, []
+        dirty, self._dirty = self._dirty, {}
+        if sum(each.HasField("prompt_logprobs") for each in started) > MAX_SCORED:
+            started, self._started = started[:MAX_SCORED], started[MAX_SCORED:]
+            later = {AttemptKey(each.request_id, each.attempt) for each in self._started}
+            self._dirty = {k: None for k in dirty if AttemptKey(k.request_id, k.attempt) in later}
+        logs = [self._logs[key] for key in dirty if key not in self._dirty]
+        unsent = [tokens for log in logs if (tokens := log.take_unsent(now)) is not None]
+        leaving = [log.migrated_out for log in logs if log.migrated_out is not None]
+        frame = pb.StepFrame(
+            tokens=[choice_tokens_to_proto(tokens) for tokens in unsent],
+            failures=self._failures,
+            started=started,
+            handed_over=[*self._kept, *leaving],
+        )
+        self._failures, self._kept = [], []
+        return frame

@@ -1,0 +1,161 @@
+"""Paged attention of chunks: tiles of queries at consecutive positions of one sequence.
+
+Tiles lie at multiples of their size, counted in positions of the sequence. What a row reads thus
+depends on its position, never on how its prompt was cut into chunks. With `NESTED` it goes further
+and repeats what decode does: the same tiles, the same parts, merged in the same order. A row then
+has the bits that decode would give it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.triton.shapes import TileShape, memory_constants
+from batonlm.engine.attention.triton.steps import StepTensors
+from batonlm.engine.attention.triton.tiles import (
+    attend,
+    finish,
+    first_seen,
+    fold,
+    jit,
+    part_size,
+    unseen,
+)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tensors: StepTensors,
+    arguments: LayerArguments,
+    shape: TileShape,
+    output: torch.Tensor,
+    *,
+    parts: int,
+) -> None:
+    """Writes the rows of the step's other chunks to output; shapes as for `decode_attention`.
+
+    parts: 0, or the most parts a sequence is cut into when decode's bits are wanted; shape is then
+    decode's.
+    """
+    kv_heads = keys.shape[1]
+    per_head = query.shape[0] // kv_heads
+    _prefill[(len(tensors.tiles), kv_heads)](
+        query,
+        keys,
+        values,
+        tensors.first_rows,
+        tensors.first_positions,
+        tensors.ends,
+        tensors.table_starts,
+        tensors.tables,
+        tensors.tiles,
+        output if arguments.sinks is None else arguments.sinks,
+        output,
+        arguments.score_factor,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        PER_HEAD=per_head,
+        ROWS=shape.rows,
+        POSITIONS=shape.positions(per_head),
+        PARTS=parts,
+        **memory_constants(keys, values),
+        KEYS=shape.keys,
+        WINDOW=arguments.window or 0,
+        SOFTCAP=arguments.softcap or 0.0,
+        SINKS=arguments.sinks is not None,
+        NESTED=parts > 0,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+
+
+@jit
+def _prefill(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    first_rows: tl.tensor,
+    first_positions: tl.tensor,
+    ends: tl.tensor,
+    table_starts: tl.tensor,
+    tables: tl.tensor,
+    tiles: tl.tensor,
+    sinks: tl.tensor,
+    target: tl.tensor,
+    scale: tl.tensor,
+    query_head_stride: tl.tensor,
+    query_row_stride: tl.tensor,
+    block_stride: tl.tensor,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    NESTED: tl.constexpr,
+) -> None:
+    """Program (n, h): tile n for KV head h. A tile's rows go position by position, then by head."""
+    kv_head = tl.program_id(1)
+    chunk = tl.load(tiles + 2 * tl.program_id(0))
+    lowest = tl.load(tiles + 2 * tl.program_id(0) + 1) * POSITIONS
+    first_position = tl.load(first_positions + chunk)
+    end = tl.load(ends + chunk)
+    table = tables + tl.load(table_starts + chunk)
+    row = tl.arange(0, ROWS)
+    position = lowest + row // PER_HEAD
+    live = (row < POSITIONS * PER_HEAD) & (position >= first_position) & (position < end)
+    head = kv_head * PER_HEAD + row % PER_HEAD
+    batch_row = (tl.load(first_rows + chunk) + position - first_position).to(tl.int64)
+    element = tl.arange(0, KEY_PADDED)
+    spots = batch_row * query_row_stride + head.to(tl.int64) * query_head_stride
+    queries = tl.load(
+        query + spots[:, None] + element[None, :],
+        mask=live[:, None] & (element < KEY_SIZE)[None, :],
+        other=0.0,
+    )
+    head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
+    head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
+    memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
+    scoring = (scale, WINDOW, SOFTCAP)
+    first = first_seen(lowest, WINDOW)
+    low = first // KEYS * KEYS
+    high = tl.minimum(lowest + POSITIONS, end)
+    nothing = unseen(ROWS, VALUE_PADDED)
+    state = nothing
+    if NESTED:
+        size = part_size(lowest, POSITIONS, PARTS, WINDOW)
+        for number in range(first // size, (high - 1) // size + 1):
+            start = tl.maximum(number * size, low)
+            stop = tl.minimum(number * size + size, high)
+            part = attend(
+                nothing, queries, position, start, stop, end, memory, scoring, KEYS, False
+            )
+            state = fold(state, part)
+    else:
+        # All rows see all keys before the tile itself, unless a window ends somewhere there.
+        middle = low
+        if WINDOW == 0:
+            middle = lowest // KEYS * KEYS
+            state = attend(state, queries, position, low, middle, end, memory, scoring, KEYS, True)
+        state = attend(state, queries, position, middle, high, end, memory, scoring, KEYS, False)
+    output = finish(state, sinks, head, live, SINKS)
+    value_element = tl.arange(0, VALUE_PADDED)
+    heads = tl.num_programs(1) * PER_HEAD
+    spots = batch_row * heads + head
+    tl.store(
+        target + spots[:, None] * VALUE_SIZE + value_element[None, :],
+        output,
+        mask=live[:, None] & (value_element < VALUE_SIZE)[None, :],
+    )

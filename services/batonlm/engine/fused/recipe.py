@@ -1,0 +1,112 @@
+"""Which models the fused decoder computes, and what it must know of one beside its weights.
+
+Most of a recipe is not read from the configuration. What a layer's attention is called with (scale,
+window, soft cap, sinks) is what the model's own code passed when it was probed, and rotations are
+those of the model's own rotary module: both are then right for every kind that transformers has.
+What remains is a family's form. A model whose layers hold a weight that its family's form does not
+use is not covered, because something would be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from batonlm.engine.attention.interface import LayerArguments
+
+_SILU = {"silu", "swish"}
+_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
+
+
+class NotCovered(Exception):
+    """The fused decoder does not compute this model. Its text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What models of one type have in common."""
+
+    experts: bool = False
+    """Whether a layer's MLP may be a mixture of experts, which stays the model's own module."""
+    wide_scale: bool = False
+    """Whether a norm multiplies by its weight before it rounds to the model's type, not after."""
+
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "ministral": Family(),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "phi3": Family(),
+    "smollm3": Family(),
+    "seed_oss": Family(),
+    "mixtral": Family(experts=True),
+    "qwen3_moe": Family(experts=True),
+    "gpt_oss": Family(experts=True, wide_scale=True),
+}
+"""By transformers' model type. All add attention's output, then the MLP's, to what was put in, and
+normalise by root mean square ahead of both."""
+
+_ATTENTION = re.compile(
+    r"(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
+    r"|self_attn\.(q|k|v|o|qkv)_proj\.(weight|bias)|self_attn\.sinks"
+)
+_DENSE = re.compile(r"mlp\.(gate|up|gate_up|down)_proj\.(weight|bias)")
+_EXPERTS = re.compile(r"mlp\..*")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a covered model's layers compute."""
+
+    head_size: int
+    group: int
+    """Query heads per KV head."""
+    epsilon: float
+    """What all norms add to the mean square."""
+    wide_scale: bool
+    """As in Family."""
+    rotates: tuple[bool, ...]
+    """Of each layer, whether queries and keys are rotated by their position."""
+    attention: tuple[LayerArguments, ...]
+    """Of each layer."""
+
+
+def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Recipe:
+    """The recipe of a network of transformers. attention: what each layer's was called with.
+
+    Raises NotCovered, with the reason, for a model that is computed otherwise.
+    """
+    config: Any = network.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise NotCovered(f"models of type {config.model_type} have no recipe")
+    if config.hidden_act not in _SILU:
+        raise NotCovered(f"its activation is {config.hidden_act}")
+    rope = config.rope_parameters.get("rope_type", "default")
+    if rope not in _FIXED_ROPES:
+        raise NotCovered(f"rotary embeddings of type {rope} have no recipe")
+    layers: Any = network.model.layers  # type: ignore[union-attr]
+    for layer in layers:
+        for name, _ in layer.named_parameters():
+            dense = _DENSE.fullmatch(name) and not hasattr(layer.mlp, "experts")
+            experts = family.experts and _EXPERTS.fullmatch(name)
+            if not (_ATTENTION.fullmatch(name) or dense or experts):
+                raise NotCovered(f"a layer has a weight {name} that the recipe does not use")
+        for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+            if type(getattr(layer.self_attn, name, None)) not in (nn.Linear, type(None)):
+                raise NotCovered(f"its {name} is no plain linear layer")
+    own = [layer.self_attn for layer in layers]
+    return Recipe(
+        head_size=int(own[0].head_dim),
+        group=int(own[0].num_key_value_groups),
+        epsilon=float(config.rms_norm_eps),
+        wide_scale=family.wide_scale,
+        rotates=tuple(bool(getattr(each, "use_rope", True)) for each in own),
+        attention=tuple(attention),
+    )

@@ -1,0 +1,517 @@
+"""From a folder or hub id to a transformers model wired to our attention, or a readable refusal.
+
+Files, configurations and model classes are refused by name, before serving, where a model would
+load but answer wrongly: each of these checks stands for a failure that was seen to be silent. What
+only running a model shows is checked by `selfcheck`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.device import choose_device
+from batonlm.engine.digest import fetched_digest, model_digest
+from batonlm.engine.fused.decoder import Decoder
+from batonlm.engine.kv.cache import DTYPES
+from batonlm.engine.linear import check_fp8, check_int8
+
+log = logging.getLogger(__name__)
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+class UnsupportedModel(InvalidArgument):
+    """The model cannot be served correctly. The message says why; field is "model"."""
+
+    def __init__(self, message: str):
+        super().__init__(message, field="model")
+
+
+def check_files(folder: Path) -> list[Path]:
+    """The weight files, each with a sound header. Raises UnsupportedModel naming what is wrong."""
+    if not (folder / "config.json").is_file():
+        raise UnsupportedModel(f"model {folder.name} has no config.json")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        if any(found for pattern in _PICKLES for found in folder.glob(pattern)):
+            raise UnsupportedModel(
+                f"model {folder.name} has pickled weights only; convert them to safetensors"
+            )
+        raise UnsupportedModel(f"model {folder.name} has no safetensors weights")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        missing = wanted - {file.name for file in weights}
+        if missing:
+            raise UnsupportedModel(
+                f"model {folder.name} lacks {', '.join(sorted(missing))} of its weights"
+            )
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise UnsupportedModel(f"weights {file.name} are corrupt or cut short") from error
+    return weights
+
+
+def check_class(model_class: Any, config: Any) -> None:
+    """Raises UnsupportedModel for architectures whose attention cannot be replaced."""
+    name = config.model_type
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{name}: its attention cannot be replaced (no attention backend support)"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise UnsupportedModel(f"{name}: it keeps a recurrent state, which is not KV")
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(others))} are not served")
+
+
+def rope_limit(config: Any) -> int | None:
+    """Positions up to which rotary frequencies are fixed, or None when they always are.
+
+    With rope types dynamic and longrope the frequencies depend on the longest sequence of a batch:
+    below the original length they are constant, beyond it one sequence would change all others.
+    """
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    entries = [rope] if "rope_type" in rope else [v for v in rope.values() if isinstance(v, dict)]
+    limits = [
+        int(entry.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for entry in entries
+        if "dynamic" in entry.get("rope_type", "") or entry.get("rope_type") == "longrope"
+    ]
+    return min(limits, default=None)
+
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) while weights are read."""
+
+
+class Bar:
+    """Reports how far loading has come: turns steps of any size into (done, total) calls that never
+    go backwards."""
+
+    def __init__(self, progress: Progress | None, total: int):
+        self._progress = progress
+        self._done = 0
+        self.total = total
+
+    def advance(self, count: int) -> None:
+        self._done = min(self._done + count, self.total)
+        if self._progress is not None:
+            self._progress(self._done, self.total)
+
+
+def _counted(items: list[Any], bar: Bar) -> Iterator[Any]:
+    """What transformers' own progress bar does, which counts tensors."""
+    for item in items:
+        yield item
+        bar.advance(bar.total // 2 // len(items))
+    bar.advance(bar.total)
+
+
+@contextmanager
+def quiet(bar: Bar) -> Iterator[None]:
+    """Transformers' bar drives ours, and its advice to Python users is not printed."""
+
+    def hook(factory: Any, args: Any, kwargs: Any) -> Any:
+        items = args[0] if args else kwargs.get("iterable")
+        return factory(*args, **kwargs) if items is None else _counted(list(items), bar)
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    previous = transformers_logging.set_tqdm_hook(hook)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+        transformers_logging.set_verbosity(verbosity)
+
+
+Build = Callable[[Any, Path, Any, torch.dtype, Bar], nn.Module]
+"""(model class, folder, its config, number type, progress) -> the network in eval mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    network: nn.Module
+    """In eval mode, with its own eager attention still; `wire` switches it to ours."""
+    description: ModelDescription
+    device: torch.device
+    """Where it runs; without weights, see `outline`, where it would."""
+    settings: Any
+    """The configuration of the whole model, whatever part of it the network is."""
+
+
+def load(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    build: Build | None = None,
+    device: torch.device | None = None,
+) -> LoadedModel:
+    """Reads the model. Raises UnsupportedModel naming what is wrong with it.
+
+    Weights are read twice, once for the digest (which also warms the page cache) and once into
+    memory; progress counts both. build: what makes the network, where it is not the whole one.
+    device: None is the configured one.
+    """
+    folder = _folder(config.model, ["*.safetensors", "*.json", "*.jinja"])
+    weights = check_files(folder)
+    settings = _settings(folder)
+    model_class = _model_class(settings)
+    check_class(model_class, settings)
+    device = device or choose_device(config.device)
+    if config.quantize == "int8":
+        check_int8(device)
+    elif config.quantize == "fp8":
+        check_fp8(device, _dtype(config.dtype, device, settings))
+    total = 2 * sum(file.stat().st_size for file in weights)
+    bar = Bar(progress, total)
+    digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
+    fetched = fetched_digest(folder)
+    if fetched and fetched != digest.partition("-")[0]:
+        raise UnsupportedModel(
+            f"the weights in {folder.name} are not those that 'baton fetch' put there: delete the "
+            "folder and fetch the model again"
+        )
+    dtype = _dtype(config.dtype, device, settings)
+    network = None
+    if build is None and device.type == "cuda":
+        network = read_onto(device, model_class, folder, settings, dtype, bar)
+    if network is None:
+        network = (build or _network)(model_class, folder, settings, dtype, bar)
+    return LoadedModel(
+        network=network.to(device),
+        description=_description(
+            config, settings, folder.name, digest, _eos_token_ids(network, settings)
+        ),
+        device=device,
+        settings=settings,
+    )
+
+
+def outline(config: EngineConfig) -> LoadedModel:
+    """The wired model without weights: shapes on torch's meta device, and an empty digest.
+
+    Needs config.json alone, also of a hub id. Raises UnsupportedModel like `load`.
+    """
+    settings = _settings(_folder(config.model, ["config.json"]))
+    check_class(_model_class(settings), settings)
+    device = choose_device(config.device)
+    if config.quantize == "int8" and device.type != "cpu":
+        check_int8(device)
+    elif config.quantize == "fp8":
+        check_fp8(device, _dtype(config.dtype, device, settings))
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=_dtype(config.dtype, device, settings), attn_implementation="eager"
+        )
+    wire(network)
+    if network._can_set_experts_implementation():
+        # The only form whose shapes do not depend on which experts the tokens choose.
+        network.set_experts_implementation("batched_mm")
+    return LoadedModel(
+        network=network.eval(),
+        description=_description(config, settings, Path(config.model).name),
+        device=device,
+        settings=settings,
+    )
+
+
+def _description(
+    config: EngineConfig, settings: Any, name: str, digest: str = "", eos: tuple[int, ...] = ()
+) -> ModelDescription:
+    return ModelDescription(
+        name=config.model_name or name,
+        digest=digest,
+        max_model_len=_max_model_len(config.max_model_len, settings),
+        vocab_size=int(settings.get_text_config().vocab_size),
+        eos_token_ids=eos,
+        tokenizer_digest=config.tokenizer_digest,
+    )
+
+
+def wire(network: nn.Module) -> None:
+    """Routes all attention of the model through `attention.interface.paged`.
+
+    On CPUs, experts that `linear` cannot pack go through their loop: the batched forms make a
+    token's bits depend on how many others chose its expert, and are no faster.
+    """
+    # Imported late: it loads half of transformers, which loading a model needs anyway.
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(INTERFACE, paged)
+    network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
+    if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
+        raise UnsupportedModel("the model did not take our attention")
+    on_cpu = next(network.parameters()).device.type == "cpu"
+    if on_cpu and network._can_set_experts_implementation():  # type: ignore[operator]
+        network.set_experts_implementation("eager")  # type: ignore[operator]
+
+
+def run_network(network: nn.Module, inputs: ForwardPass) -> torch.Tensor:
+    """One forward pass: logits [S, vocab] of the sampled rows.
+
+    All caches of transformers are bypassed; positions come only from the inputs.
+    """
+    if isinstance(network, Decoder):
+        decoded: torch.Tensor = network(inputs)
+        return decoded
+    extra = {} if inputs.context is None else {"baton_context": inputs.context}
+    output = network(
+        input_ids=inputs.token_ids,
+        position_ids=inputs.positions,
+        use_cache=False,
+        logits_to_keep=inputs.sampled,
+        **extra,
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+def _folder(model: str, files: list[str]) -> Path:
+    """The model's folder; a hub id's `files` are fetched."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise UnsupportedModel(f"model {path.name} is neither a folder nor a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=files))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise UnsupportedModel(f"model {model} cannot be fetched from the hub") from error
+
+
+def _settings(folder: Path) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedModel(
+            f"model {folder.name} is of an architecture that transformers "
+            f"{transformers.__version__} does not have, or needs code of its own"
+        ) from error
+
+
+def _model_class(settings: Any) -> Any:
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(settings) not in mapping:
+        raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
+    found = mapping[type(settings)]
+    model_class: Any = found[0] if isinstance(found, (tuple, list)) else found
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise UnsupportedModel(f"{settings.model_type}: it cannot choose which logits to compute")
+    return model_class
+
+
+def _network(
+    model_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: Bar
+) -> nn.Module:
+    with quiet(bar):
+        network, info = model_class.from_pretrained(
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    lacking = [*info["missing_keys"], *info["mismatched_keys"]]
+    if lacking:
+        raise UnsupportedModel(f"model {folder.name} lacks weights, among them {lacking[0]}")
+    eval_mode: nn.Module = network.eval().requires_grad_(False)
+    return eval_mode
+
+
+@torch.no_grad()
+def read_onto(
+    device: torch.device,
+    model_class: Any,
+    folder: Path,
+    settings: Any,
+    dtype: torch.dtype,
+    bar: Bar,
+) -> nn.Module | None:
+    """The network in a device's memory, read weight by weight: the host never holds all of it.
+
+    None where only transformers can read it: where files name or shape weights otherwise, where
+    some weights keep a type of their own, or buffers are not all made from the configuration.
+    """
+    if any(getattr(model_class, name, None) for name in _KEPT_WIDE):
+        return None
+    with torch.device("meta"):
+        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            settings, dtype=dtype, attn_implementation="eager"
+        )
+    stored = {}
+    with ExitStack() as ends:
+        for file in check_files(folder):
+            opened = ends.enter_context(safe_open(file, framework="pt"))
+            stored.update(dict.fromkeys(opened.keys(), opened))
+        network.to_empty(device=device)
+        network.tie_weights()
+        if compute_buffers(network) is not None:
+            return None
+        wanted = network.state_dict(keep_vars=True)
+        tied = {id(weight) for name, weight in wanted.items() if name in stored}
+        if any(name not in stored and id(weight) not in tied for name, weight in wanted.items()):
+            return None
+        for name, weight in wanted.items():
+            if name not in stored:
+                continue
+            if stored[name].get_slice(name).get_shape() != list(weight.shape):
+                return None
+            weight.copy_(stored[name].get_tensor(name))
+            bar.advance(weight.nbytes)
+    bar.advance(bar.total)
+    if (folder / "generation_config.json").is_file():
+        network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    eval_mode: nn.Module = network.eval().requires_grad_(False)
+    return eval_mode
+
+
+def compute_buffers(network: nn.Module) -> str | None:
+    """Fills the buffers that are in no file, such as rotary frequencies, as the model itself makes
+    them. Returns the name of a module that does not make all of its own; None when all are made."""
+    stored = network.state_dict().keys()
+    for prefix, module in network.named_modules():
+        names = [name for name, _ in module.named_buffers(prefix, recurse=False)]
+        own = [network.get_buffer(name) for name in names if name not in stored]
+        if not own:
+            continue
+        if not all(buffer.is_floating_point() for buffer in own):
+            return str(prefix)
+        for buffer in own:
+            buffer.fill_(torch.nan)
+        network._init_weights(module)  # type: ignore[operator]
+        if any(bool(buffer.isnan().any()) for buffer in own):
+            return str(prefix)
+    return None
+
+
+def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
+    """Raises InvalidArgument for one that this GPU does not compute in."""
+    gpu = device.type == "cuda" and torch.cuda.is_available()
+    if gpu and name == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise InvalidArgument("this GPU does not compute in bfloat16", field="dtype")
+    if name != "auto":
+        return DTYPES[name]
+    own = getattr(settings.get_text_config(), "dtype", None)
+    if device.type == "cuda" and isinstance(own, torch.dtype) and own in DTYPES.values():
+        return own
+    return torch.float32
+
+
+def _max_model_len(wanted: int, settings: Any) -> int:
+    limit = int(settings.get_text_config().max_position_embeddings)
+    fixed = rope_limit(settings)
+    if wanted > limit:
+        raise UnsupportedModel(f"max_model_len {wanted} is more than the model's {limit}")
+    if fixed is None or (wanted or limit) <= fixed:
+        return wanted or limit
+    if wanted:
+        raise UnsupportedModel(
+            f"max_model_len {wanted} is more than {fixed}, beyond which this model's rotary "
+            "embedding depends on the longest sequence of a batch"
+        )
+    log.warning("max_model_len is %d: beyond it the rotary embedding varies by batch", fixed)
+    return fixed
+
+
+def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
+    generation = getattr(network, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = settings.get_text_config().eos_token_id
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What attention of a model looks like."""
+
+    layout: KvLayout
+    dtype: str
+    """The type that KV is kept in."""
+    per_head: int
+    """Query heads per KV head."""
+    softcap: bool
+    """Whether some layer has a soft cap."""
+    sliding_layers: int = 0
+    """How many look back over a window only."""
+    layers: tuple[LayerArguments, ...] = ()
+    """What each layer's attention is called with, in order."""
+
+
+def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
+    """The shape of attention and KV, taken from a run of the wired model, not its configuration.
+
+    wire_dtype: of KV on the wire; auto is the type that it is kept in.
+    Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
+    needs.
+    """
+    network = loaded.network
+    name = network.config.model_type  # type: ignore[union-attr]
+    calls: list[LayerArguments] = []
+    shapes: set[tuple[int, int, int, int]] = set()
+
+    def note(
+        arguments: LayerArguments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        calls.append(arguments)
+        shapes.add((query.shape[0], key.shape[0], key.shape[-1], value.shape[-1]))
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+    device = next(network.parameters()).device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    positions = torch.arange(2, device=device)[None]
+    try:
+        run_network(network, ForwardPass(tokens, positions, tokens[0, :1], note))
+    except Internal as error:
+        raise UnsupportedModel(f"{name}: {error.message}") from error
+    layers = int(network.config.get_text_config().num_hidden_layers)  # type: ignore[union-attr,operator]
+    if sorted(call.layer for call in calls) != list(range(layers)):
+        raise UnsupportedModel(f"{name}: attention was called for {len(calls)} of {layers} layers")
+    if len(shapes) != 1:
+        raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
+    ((query_heads, heads, key_size, value_size),) = shapes
+    dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
+    layout = KvLayout(
+        model_digest=loaded.description.digest,
+        dtype=dtype if wire_dtype == "auto" else wire_dtype,
+        num_layers=layers,
+        num_kv_heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    softcap = any(call.softcap is not None for call in calls)
+    sliding = sum(call.window is not None for call in calls)
+    in_order = tuple(sorted(calls, key=lambda call: call.layer))
+    return AttentionShape(layout, dtype, query_heads // heads, softcap, sliding, in_order)

@@ -1,0 +1,270 @@
+"""Decides how many blocks a worker's pool gets, and reports where its memory goes.
+
+The arithmetic is pure: the worker and `baton plan memory` both call it, so the plan is what the
+worker does. Free host memory is the kernel's own estimate for the machine, or what the process's
+control groups leave, whichever is less; in both, file cache counts as free, because the kernel
+drops it when memory runs short. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.core.kvcache.block_pool import blocks_for
+from batonlm.engine.config import MIB, EngineConfig
+
+_LEAST_POSITIONS = 128
+"""A pool that holds fewer is of no use, unless the model's longest sequence is even shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Where a worker's memory goes."""
+
+    device: str
+    free_bytes: int
+    """On the device, before the weights were loaded."""
+    usable_bytes: int
+    """What the worker may take of these."""
+    weights_bytes: int
+    activation_bytes: int
+    """Of the largest step, while it runs."""
+    block_size: int
+    block_bytes: int
+    """KV of one block as stored."""
+    num_blocks: int
+    swap_host_blocks: int
+    swap_disk_blocks: int
+    model_len: int
+    """Positions of the longest sequence that was asked for."""
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens whose KV fits into the pool."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of the longest sequence that is served."""
+        return min(self.model_len, self.num_positions)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of max_model_len that fit at once."""
+        return self.num_blocks // blocks_for(self.max_model_len, self.block_size)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """KV of one sequence of max_model_len."""
+        return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
+
+    def needed_bytes(self, sequences: int) -> int:
+        """For so many sequences of model_len at once, with weights and activations."""
+        blocks = sequences * blocks_for(self.model_len, self.block_size)
+        return self.weights_bytes + self.activation_bytes + blocks * self.block_bytes
+
+    @property
+    def swap_host_bytes(self) -> int:
+        return self.swap_host_blocks * self.block_bytes
+
+    @property
+    def swap_disk_bytes(self) -> int:
+        return self.swap_disk_blocks * self.block_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the device's memory; what is swapped out of a GPU is in the host's."""
+        swap = self.swap_host_bytes if self.device == "cpu" else 0
+        return self.weights_bytes + self.activation_bytes + self.kv_bytes + swap
+
+    @property
+    def left_bytes(self) -> int:
+        return self.free_bytes - self.taken_bytes
+
+    def lines(self) -> list[tuple[str, str]]:
+        """What an operator should know, as (name, text)."""
+        several = "" if self.sequences == 1 else "s"
+        longest = f"{self.sequences} sequence{several} of {self.max_model_len}"
+        if self.max_model_len < self.model_len:
+            longest += f" (the model's {self.model_len} do not fit)"
+        return [
+            ("free", f"{size(self.free_bytes)} on {self.device} before loading"),
+            ("weights", size(self.weights_bytes)),
+            ("activations", f"{size(self.activation_bytes)} for the largest step"),
+            (
+                "KV",
+                f"{size(self.kv_bytes)} in {self.num_blocks} blocks of {self.block_size} positions"
+                f" = {self.num_positions} tokens: {longest}",
+            ),
+            (
+                "swap",
+                f"{size(self.swap_host_bytes)} in host memory, "
+                f"{size(self.swap_disk_bytes)} on disk",
+            ),
+            ("left", size(self.left_bytes)),
+        ]
+
+
+def plan_memory(
+    config: EngineConfig,
+    *,
+    device: str,
+    model_len: int,
+    free_bytes: int,
+    total_bytes: int | None = None,
+    weights: int,
+    activations: int,
+    position: int,
+) -> MemoryPlan:
+    """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
+
+    device: "cpu" or "cuda". model_len: positions of the longest sequence, the configured or else
+    the model's own. Bytes: free_bytes on the device, before the weights are loaded; total_bytes of
+    the device, None where memory_share is of what is free; weights as the engine keeps them;
+    activations of the largest step while it runs; position is KV of one position in the pool. The
+    pool is never larger than max_batch sequences of model_len need, unless
+    num_blocks says so.
+
+    Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
+    kv_memory_bytes does not fit; memory_share leaves too little; max_model_len, when configured, is
+    longer than the pool.
+    """
+    block_bytes = position * config.block_size
+    plan = MemoryPlan(
+        device=device,
+        free_bytes=free_bytes,
+        usable_bytes=min(free_bytes, int((total_bytes or free_bytes) * config.memory_share)),
+        weights_bytes=weights,
+        activation_bytes=activations,
+        block_size=config.block_size,
+        block_bytes=block_bytes,
+        num_blocks=0,
+        swap_host_blocks=config.swap_host_bytes // block_bytes,
+        swap_disk_blocks=config.swap_disk_bytes // block_bytes,
+        model_len=model_len,
+    )
+    field, blocks = _blocks(config, plan)
+    plan = replace(plan, num_blocks=blocks)
+    if field != "memory_share" and plan.left_bytes < 0:
+        raise InvalidArgument(
+            f"{_sum(plan)} are {size(plan.taken_bytes)}, and {size(plan.free_bytes)} are free",
+            field=field,
+        )
+    if plan.num_positions < min(model_len, _LEAST_POSITIONS):
+        raise InvalidArgument(
+            f"the pool would hold {plan.num_positions} positions, which is too few: {_sum(plan)}, "
+            f"of {size(plan.free_bytes)} free, {size(plan.usable_bytes)} may be used; "
+            f"a position takes {size(position)}",
+            field=field,
+        )
+    if config.max_model_len and plan.max_model_len < model_len:
+        needed = blocks_for(model_len, config.block_size) * block_bytes
+        raise InvalidArgument(
+            f"a sequence of {model_len} positions takes {-(-needed // MIB)} MiB of KV, and the "
+            f"pool has {plan.kv_bytes // MIB} MiB for {plan.num_positions} positions",
+            field="max_model_len",
+        )
+    return plan
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them: 3 digits, binary units."""
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 100 else f"{number:.3g} {unit}"
+
+
+def _blocks(config: EngineConfig, plan: MemoryPlan) -> tuple[str, int]:
+    """How many, and the field that decided it."""
+    if config.num_blocks:
+        return "num_blocks", config.num_blocks
+    wanted = config.max_batch * blocks_for(plan.model_len, plan.block_size)
+    if config.kv_memory_bytes:
+        return "kv_memory_bytes", min(wanted, config.kv_memory_bytes // plan.block_bytes)
+    room = plan.usable_bytes - plan.taken_bytes
+    return "memory_share", min(wanted, max(0, room // plan.block_bytes))
+
+
+def _sum(plan: MemoryPlan) -> str:
+    """What adds up to taken_bytes."""
+    parts = [
+        f"weights {size(plan.weights_bytes)}",
+        f"activations {size(plan.activation_bytes)}",
+        f"KV {size(plan.kv_bytes)}",
+    ]
+    if plan.device == "cpu" and plan.swap_host_bytes:
+        parts.append(f"swap memory {size(plan.swap_host_bytes)}")
+    return " + ".join(parts)
+
+
+_GroupFiles = tuple[str, str, tuple[str, ...]]
+"""A control group version's files of its limit and its usage, and memory.stat's counters of file
+cache."""
+
+_V1: _GroupFiles = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_V2: _GroupFiles = ("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def host_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be allocated now. Raises Unavailable where the kernel has no figures."""
+    try:
+        found = [_available(proc / "meminfo")]
+        groups = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError as error:
+        raise Unavailable("this system does not tell how much memory is free") from error
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _left(cgroups, path, _V2)
+        elif "memory" in controllers.split(","):
+            found += _left(cgroups / "memory", path, _V1)
+    return max(0, min(found))
+
+
+def give_back_freed() -> None:
+    """Returns freed memory that malloc keeps for later to the system; nothing where it cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no MemAvailable")
+
+
+def _left(mount: Path, path: str, files: _GroupFiles) -> Iterator[int]:
+    """What each group with a limit leaves, from the process's own up to the mounted root.
+
+    Inside a container the path may be the host's, and only the mounted root be there.
+    """
+    limit_file, used_file, cache = files
+    group = mount / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if not folder.is_relative_to(mount):
+            return
+        try:
+            limit = (folder / limit_file).read_text().strip()
+            used = int((folder / used_file).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        if limit != "max":
+            yield int(limit) - used + sum(int(stat.get(name, 0)) for name in cache)

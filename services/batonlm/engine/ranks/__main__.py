@@ -1,0 +1,45 @@
+"""A rank as a process: `python -m batonlm.engine.ranks`, which `processes` starts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+
+import msgspec
+
+from batonlm.engine.config import configure_threads
+from batonlm.engine.ranks.link import Link, on_loss
+from batonlm.engine.ranks.processes import RankArguments
+
+
+def main() -> int:
+    """The argument is RankArguments in JSON."""
+    # A terminal and systemd send these to a worker's children, too. The worker drains on them and
+    # needs its ranks until it has.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    arguments = msgspec.json.decode(sys.argv[1], type=RankArguments)
+    logging.basicConfig(
+        level=logging.WARNING, format=f"rank {arguments.rank} %(levelname)s %(name)s: %(message)s"
+    )
+    steps = Link(socket.socket(fileno=arguments.steps_fd))
+    copies = Link(socket.socket(fileno=arguments.copies_fd))
+    # Whatever this rank waits for, without its worker it is of no use.
+    on_loss([steps], lambda: os._exit(1))
+    configure_threads(arguments.threads if arguments.spin else 0)
+    if not arguments.spin:
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    from torch import distributed
+
+    from batonlm.engine.ranks.rank import Rank
+
+    store = distributed.FileStore(f"/proc/self/fd/{arguments.store_fd}", arguments.place.size)  # type: ignore[attr-defined]
+    Rank(arguments.place, store, neighbours=arguments.place.size).serve(steps, copies)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,405 @@
+"""RankedRunner, the ModelRunner port over several ranks; imports no torch.
+
+Ranks form stages: each stage has some layers of the model (pipeline parallel), and the ranks of one
+stage share those layers' heads, experts and vocabulary (tensor parallel). All ranks get every plan.
+One of them, the first of the last stage, draws the tokens; where a plan is submitted before its
+tokens are known, that rank passes them on to the others on their own way, see `rank.Rank`.
+
+KV moves through memory that all ranks map: each packs its heads and layers into the payload where
+it lies, and no rank sees another's. Steps and copies have links of their own, so that a copy runs
+beside a step.
+
+Messages are plain values, encoded with msgspec; field types are checked on arrival. There is no
+pickle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import msgspec
+
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import (
+    KvPayload,
+    SampleRow,
+    StagingMemory,
+    StepPlan,
+    StepResult,
+    in_host,
+)
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.kv.extents import check_extents, check_plan
+from batonlm.engine.ranks.link import Link, LinkLost, on_loss, receive_each, receive_first
+from batonlm.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
+
+log = logging.getLogger(__name__)
+
+FIELD = "tensor_parallel"
+"""What the operator calls the number of ranks of a stage."""
+STAGES = "pipeline_parallel"
+"""What the operator calls the number of stages."""
+
+LOAD_S = 1800.0
+"""Longest time without a message of any rank that loads."""
+STEP_S = 300.0
+"""Longest step or copy: the first one of a GPU compiles kernels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. Ranks are numbered stage by stage."""
+
+    rank: int
+    tensor: int
+    """Ranks of a stage."""
+    stages: int
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.stages
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
+
+    @property
+    def part(self) -> int:
+        """Which of its stage's parts the rank has."""
+        return self.rank % self.tensor
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank draws the tokens of all."""
+        return self.rank == sampler(self.tensor, self.stages)
+
+
+def sampler(tensor: int, stages: int) -> int:
+    """The rank that draws the tokens."""
+    return tensor * (stages - 1)
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Load your part. Sizes of memory in `config` are already a rank's share."""
+
+    config: EngineConfig
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    plan: StepPlan
+
+
+class Transfer(msgspec.Struct, frozen=True, tag=True):
+    """Write your heads' and layers' KV of the positions into the payload at `place`; or, unless
+    packing, read it from there."""
+
+    extents: Extents
+    first_position: int
+    count: int
+    place: SharedPlace
+    packing: bool
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """How far a rank has come with its weights."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    model: ModelDescription
+    layout: KvLayout
+    """Of payloads: over all heads and layers."""
+    num_blocks: int
+    num_swap_blocks: tuple[int, int]
+    not_exact_because: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    result: StepResult
+    """Has tokens of the sampling rank only."""
+
+
+class Transferred(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    message: str
+    field: str = ""
+    """Of the configuration, or "" for a fault that is not the operator's."""
+
+
+Request = Open | Step | Transfer
+Answer = Loading | Opened | Stepped | Transferred | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Request | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def to_request(data: bytes) -> Request:
+    """Raises Internal for what is no request."""
+    try:
+        return _requests.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Internal("a rank was sent something that is no request") from error
+
+
+def _to_answer(data: bytes) -> Answer:
+    try:
+        return _answers.decode(data)
+    except msgspec.MsgspecError as error:
+        raise Internal("a rank sent something that is no answer") from error
+
+
+class Ranks(Protocol):
+    """The ranks of one worker, each at the other end of its links, in the order of ranks.
+
+    Real: `processes.RankProcesses`; double: `LocalRanks` of the tests, whose ranks are threads.
+    """
+
+    @property
+    def tensor(self) -> int: ...
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def steps(self) -> Sequence[Link]:
+        """For everything but copies."""
+
+    @property
+    def copies(self) -> Sequence[Link]: ...
+
+    def close(self) -> None:
+        """Ends the ranks and frees what they hold. Idempotent."""
+
+
+class RankedRunner:
+    """Made by `open`, which takes the ranks over; `close` ends them."""
+
+    depth = 2
+    """`submit` only sends the plan: this process prepares the next one while the ranks compute."""
+    copies_beside_steps = True
+    on_device = False
+    """Payloads are in host memory, which all ranks can share."""
+
+    def __init__(self, ranks: Ranks, opened: Opened, block_size: int):
+        self._ranks = ranks
+        self._sampler = sampler(ranks.tensor, ranks.stages)
+        self.model = opened.model
+        self.layout = opened.layout
+        """Payloads do not depend on the number of ranks."""
+        self.num_blocks = opened.num_blocks
+        self.block_size = block_size
+        self.num_swap_blocks = opened.num_swap_blocks
+        self.not_exact_because = opened.not_exact_because
+        self._running: deque[int] = deque()
+        self._closed = False
+        self._shared: Region | None = None
+        self._scratch = Scratch()
+
+    @classmethod
+    def open(
+        cls,
+        ranks: Ranks,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> RankedRunner:
+        """Has every rank load its part. config: the worker's, memory is shared out here; but
+        threads are those of one rank. progress: called with bytes that the slowest rank has read,
+        and has to read.
+
+        Raises InvalidArgument, naming the field, for what ranks cannot serve. Closes the ranks when
+        it raises.
+        """
+        try:
+            opened = _load(ranks, config, progress)
+            if len({(each.model, each.layout, each.num_blocks) for each in opened}) != 1:
+                raise Internal("the ranks do not agree on what they loaded")
+        except BaseException:
+            ranks.close()
+            raise
+        first = opened[0]
+        host, disk = (min(each.num_swap_blocks[i] for each in opened) for i in (0, 1))
+        reasons = [each.not_exact_because for each in opened if each.not_exact_because]
+        agreed = msgspec.structs.replace(
+            first, num_swap_blocks=(host, disk), not_exact_because=next(iter(reasons), "")
+        )
+        return cls(ranks, agreed, config.block_size)
+
+    @property
+    def exact(self) -> bool:
+        """As TorchRunner's, among runners of as many ranks: another number sums in another
+        order."""
+        return not self.not_exact_because
+
+    def submit(self, plan: StepPlan) -> None:
+        check_plan(plan, self)
+        # What tokens are drawn by concerns one rank, and may be long.
+        drawn, others = encode(Step(plan)), encode(Step(_without_sampling(plan)))
+        self._running.append(plan.step)
+        for rank, link in enumerate(self._ranks.steps):
+            self._send(link, drawn if rank == self._sampler else others)
+
+    def collect(self) -> StepResult:
+        if not self._running:
+            raise Internal("no step was submitted")
+        step = self._running.popleft()
+        results: dict[int, StepResult] = {}
+        for rank, answer in _answers_of(self._ranks.steps, STEP_S):
+            if not isinstance(answer, Stepped) or answer.result.step != step:
+                raise Internal("a rank answered out of place")
+            results[rank] = answer.result
+        own = results.pop(self._sampler)
+        # A disk may have lost blocks of swap memory on any rank.
+        known = dict(own.failed)
+        lost = {s: why for each in results.values() for s, why in each.failed if s not in known}
+        if not lost:
+            return replace(own, swap_s=max([own.swap_s, *(r.swap_s for r in results.values())]))
+        return replace(
+            own,
+            tokens=tuple(t for t in own.tokens if t.sequence_id not in lost),
+            scored=tuple(s for s in own.scored if s.sequence_id not in lost),
+            failed=(*own.failed, *lost.items()),
+        )
+
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        return None
+
+    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
+        """The ranks map the memory; payloads that lie elsewhere are copied once more."""
+        self._shared = Region(MemoryFile.of(fd), address)
+        return lambda: None
+
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
+        self._transfer(extents, first_position, count, in_host(out), packing=True)
+
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
+        self._transfer(extents, first_position, count, in_host(payload), packing=False)
+
+    def on_death(self, died: Callable[[], None]) -> None:
+        """Calls `died` once, on a thread of its own, when a rank ends before `close`. The process
+        has to end then, whether or not a step is running."""
+        on_loss(self._ranks.steps, lambda: None if self._closed else died())
+
+    def close(self) -> None:
+        self._closed = True
+        self._running.clear()
+        self._ranks.close()
+        self._scratch.close()
+
+    def _transfer(
+        self, extents: Extents, first: int, count: int, payload: memoryview, *, packing: bool
+    ) -> None:
+        # Checked before any rank begins: one that refuses has lost its step.
+        check_extents(extents, first + count, self.num_blocks, self.block_size)
+        if count <= 0 or payload.nbytes != count * self.layout.bytes_per_position:
+            raise Internal("the payload's size does not fit its positions")
+        room = None
+        place = None if self._shared is None else self._shared.find(payload)
+        if place is None:
+            place, room = self._scratch.room(payload.nbytes)
+        if room is not None and not packing:
+            room[:] = payload.cast("B")
+        request = encode(Transfer(extents, first, count, place, packing))
+        for link in self._ranks.copies:
+            self._send(link, request)
+        for _, answer in _answers_of(self._ranks.copies, STEP_S):
+            if not isinstance(answer, Transferred):
+                raise Internal("a rank answered out of place")
+        if room is not None and packing:
+            payload.cast("B")[:] = room
+
+    def _send(self, link: Link, message: bytes) -> None:
+        try:
+            link.send(message, STEP_S)
+        except LinkLost:
+            raise Internal("a rank has died") from None
+
+
+_ANY = SamplingParams(temperature=0.0)
+
+
+def _without_sampling(plan: StepPlan) -> StepPlan:
+    """The plan for ranks that draw no tokens: they compute the same rows of logits."""
+    chunks = tuple(
+        chunk._replace(samples=tuple(SampleRow(row[0], 0, 0, _ANY) for row in chunk.samples))
+        for chunk in plan.chunks
+    )
+    return replace(plan, chunks=chunks)
+
+
+def _load(ranks: Ranks, config: EngineConfig, progress: Callable[[int, int], None]) -> list[Opened]:
+    size = ranks.tensor * ranks.stages
+    share = replace(
+        config,
+        kv_memory_bytes=config.kv_memory_bytes // size,
+        swap_host_bytes=config.swap_host_bytes // size,
+        swap_disk_bytes=config.swap_disk_bytes // size,
+    )
+    request = encode(Open(share))
+    try:
+        for link in ranks.steps:
+            link.send(request, LOAD_S)
+    except LinkLost:
+        raise Internal("a rank has died") from None
+    opened: dict[int, Opened] = {}
+    done = dict.fromkeys(range(size), 0)
+    # In the order in which they come, however many each rank sends: a rank that has failed or died
+    # is noticed while another one says nothing, as one does that waits for it.
+    while len(opened) < size:
+        waiting = [rank for rank in range(size) if rank not in opened]
+        try:
+            i, data = receive_first([ranks.steps[rank] for rank in waiting], LOAD_S)
+        except LinkLost:
+            raise Internal(_LOST) from None
+        rank, answer = waiting[i], _accepted(waiting[i], data)
+        if isinstance(answer, Loading):
+            done[rank] = answer.done_bytes
+            progress(min(done.values()), answer.total_bytes)
+        elif isinstance(answer, Opened):
+            opened[rank] = answer
+        else:
+            raise Internal("a rank answered out of place")
+    return [opened[rank] for rank in range(size)]
+
+
+_LOST = "a rank has died or does not answer"
+
+
+def _answers_of(links: Sequence[Link], timeout_s: float) -> list[tuple[int, Answer]]:
+    """An answer of each rank. The first refusal is raised at once: the others may wait for that
+    rank and never answer. Raises Internal when a rank has died or answers too late."""
+    try:
+        return [(rank, _accepted(rank, data)) for rank, data in receive_each(links, timeout_s)]
+    except LinkLost:
+        raise Internal(_LOST) from None
+
+
+def _accepted(rank: int, data: bytes) -> Answer:
+    """A rank's answer. Raises InvalidArgument or Internal for a refusal."""
+    answer = _to_answer(data)
+    if isinstance(answer, Refused):
+        log.error("rank %d refused: %s", rank, answer.message)
+        if answer.field:
+            raise InvalidArgument(answer.message, field=answer.field)
+        raise Internal(answer.message)
+    return answer

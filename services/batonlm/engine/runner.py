@@ -1,0 +1,398 @@
+"""TorchRunner, the ModelRunner port over a transformers model."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.handover.leaf_hash import WORD_BYTES
+from batonlm.core.kvcache.block_pool import Extents, blocks_for
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
+from batonlm.engine import selfcheck
+from batonlm.engine.attention.backends import open_backend, runs_triton
+from batonlm.engine.attention.interface import Backend, ForwardPass
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.device import choose_device, pin
+from batonlm.engine.exact import NotExact, confine, cuts
+from batonlm.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
+from batonlm.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
+from batonlm.engine.fused.recipe import NotCovered, read_recipe
+from batonlm.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
+from batonlm.engine.kv.cache import KvMemory, is_lossless
+from batonlm.engine.kv.extents import Moved, check_plan
+from batonlm.engine.kv.staging import DeviceStaging
+from batonlm.engine.kv.swap import SwapMemory
+from batonlm.engine.linear import loosen, swap
+from batonlm.engine.loader import (
+    AttentionShape,
+    LoadedModel,
+    Progress,
+    UnsupportedModel,
+    load,
+    probe_attention,
+    run_network,
+    wire,
+)
+from batonlm.engine.memory import give_back_freed
+from batonlm.engine.sampler import LastTokens, SampledStep, UnsampledStep
+from batonlm.engine.sampler_rows import TokenCounts
+
+log = logging.getLogger(__name__)
+
+
+class Alone:
+    """What a runner has to do with others that compute the same network: nothing.
+
+    Ranks have `ranks.rank.Together` in its place. All of them call the same methods in the same
+    order, so what they decide alike is decided by `least` and `common`.
+    """
+
+    samples = True
+    """Whether this runner draws the tokens of its steps."""
+
+    def last_tokens(self, device: torch.device) -> LastTokens:
+        return LastTokens(device)
+
+    def least(self, number: int) -> int:
+        """The least of all runners' numbers."""
+        return number
+
+    def common(self, numbers: frozenset[int]) -> frozenset[int]:
+        """What all runners' sets of numbers have in common."""
+        return numbers
+
+
+class TorchRunner:
+    """Puts steps in the device's queue; `collect` waits for the oldest one's tokens.
+
+    On a GPU `submit` waits for nothing, so that the next step is prepared while one runs; on a CPU
+    it computes. Made by `load`. Not thread-safe; called by the engine thread only, but for copies
+    beside steps.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        model: ModelDescription,
+        backend: Backend,
+        swap_memory: SwapMemory,
+        peers: Alone | None = None,
+    ):
+        self.model = model
+        self.memory: KvMemory = backend.memory
+        """The block pool's."""
+        self.layout = self.memory.layout
+        self.num_blocks = self.memory.num_blocks
+        self.block_size = self.memory.block_size
+        self.num_swap_blocks = swap_memory.num_blocks
+        self.on_device = self.memory.device.type == "cuda"
+        self.depth = 2 if self.on_device else 1
+        self.copies_beside_steps = True
+        self.not_exact_because = "exact mode is off"
+        """Why a row's logits are not bit-equal whatever else is in the batch, however it is cut,
+        and wherever its KV came from; "" when they are."""
+        self._network = network
+        self._backend = backend
+        self._swap = swap_memory
+        self._peers = peers or Alone()
+        self._last = self._peers.last_tokens(self.memory.device)
+        self._counts = TokenCounts(self.memory.device)
+        self._graphs: DecodeGraphs | None = None
+        self._row_counts: frozenset[int] = frozenset()
+        self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
+
+    @classmethod
+    @torch.inference_mode()
+    def load(cls, config: EngineConfig, progress: Progress | None = None) -> TorchRunner:
+        """Loads, wires, sizes and checks a model. progress(done_bytes, total_bytes).
+
+        Raises UnsupportedModel for what cannot be served correctly and InvalidArgument, with the
+        field, for a configuration that does not fit the model. An exact mode that this model or
+        machine cannot have is given up, not refused: see `exact` and `not_exact_because`.
+        """
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        free = free_bytes(choose_device(config.device))
+        return cls.over(load(config, progress), config, free)
+
+    @classmethod
+    @torch.inference_mode()
+    def over(
+        cls, loaded: LoadedModel, config: EngineConfig, free: int, peers: Alone | None = None
+    ) -> TorchRunner:
+        """Like `load`, of a model that is in memory. free: bytes of its device before it was."""
+        peers = peers or Alone()
+        if config.exact is None:
+            config = replace(config, exact=loaded.device.type == "cpu")
+        texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
+        expected = [_eager_logits(loaded, text) for text in texts]
+        wire(loaded.network)
+        shape = probe_attention(loaded, config.kv_wire_dtype)
+        network = _decoder(config, loaded, shape)
+        memory = size_pool(
+            config,
+            loaded,
+            shape,
+            free=free,
+            total=total_bytes(loaded.device),
+            peak=lambda: _peak(config, loaded, network, shape, peers),
+        )
+        memory = replace(memory, num_blocks=peers.least(memory.num_blocks))
+        log.info("memory: %s", "; ".join(f"{name} {text}" for name, text in memory.lines()))
+        model = replace(loaded.description, max_model_len=memory.max_model_len)
+        backend = allocate(memory, lambda: open_backend(config, loaded, shape, memory.num_blocks))
+        swap_memory = SwapMemory(
+            backend.memory,
+            host_bytes=config.swap_host_bytes,
+            disk_bytes=config.swap_disk_bytes,
+            folder=config.swap_folder,
+        )
+        runner = cls(network, model, backend, swap_memory, peers)
+        runner._prepare(config, loaded.network, texts, expected)
+        if not is_lossless(shape.dtype, shape.layout.dtype):
+            runner.not_exact_because = (
+                f"KV is kept as {shape.dtype} and handed over as {shape.layout.dtype}"
+            )
+            log.warning("%s: tokens after a hand-over may differ", runner.not_exact_because)
+        # Weights were packed one by one: malloc keeps most of what the unpacked ones took.
+        give_back_freed()
+        return runner
+
+    @property
+    def exact(self) -> bool:
+        return not self.not_exact_because
+
+    def submit(self, plan: StepPlan) -> None:
+        check_plan(plan, self)
+        moved = self._swap.move(plan)
+        with torch.inference_mode():
+            logits = self.forward(plan)
+            step: SampledStep | UnsampledStep = UnsampledStep(plan)
+            if self._peers.samples:
+                step = SampledStep(plan, logits, self._last, self._counts)
+        self._running.append((step, moved))
+
+    def collect(self) -> StepResult:
+        if not self._running:
+            raise Internal("no step was submitted")
+        step, moved = self._running.popleft()
+        return moved.applied_to(step.result())
+
+    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+        # The device's digest is of whole words.
+        whole = self.layout.bytes_per_position % WORD_BYTES == 0
+        return DeviceStaging(self.memory.device, num_bytes) if self.on_device and whole else None
+
+    def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
+        return pin(address, num_bytes) if self.on_device else lambda: None
+
+    @torch.inference_mode()
+    def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
+        self.memory.pack(extents, first_position, count, out)
+
+    @torch.inference_mode()
+    def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
+        self.memory.unpack(extents, first_position, count, payload)
+
+    def close(self) -> None:
+        """Drops weights and KV; the runner is not used after."""
+        self._running.clear()
+        self._swap.close()
+        for name in ("_graphs", "_network", "_backend", "memory"):
+            self.__dict__.pop(name, None)
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Does a plan's copies and forward pass: logits [wanted rows, vocab].
+
+        They hold until the next call.
+        """
+        for copy in plan.copies:
+            self.memory.copy(copy)
+        if not plan.chunks:
+            # On the device, so that collecting the step waits for its copies.
+            return torch.empty(0, self.model.vocab_size, device=self.memory.device)
+        if self._graphs is not None and self._graphs.fits(plan):
+            return self._graphs.run(plan, self._last)
+        inputs = self._backend.begin(plan)
+        self._last.fill(plan, inputs.token_ids[0])
+        return run_network(self._network, self._padded(inputs))
+
+    def _prepare(
+        self,
+        config: EngineConfig,
+        own: nn.Module,
+        texts: list[list[int]],
+        expected: list[torch.Tensor],
+    ) -> None:
+        """Packs the weights, checks against the model's own attention, and settles exactness.
+
+        own: transformers' network, which takes the place of a fused decoder that does not give its
+        logits.
+
+        What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
+        quantized are checked before, because after it logits are the model's no more.
+        """
+        blocks = blocks_for(max(map(len, texts)), self.block_size)
+        tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
+        check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
+        quantize, max_batch = config.quantize, config.max_batch
+        on_gpu = self.on_device
+        # A GPU's libraries have no packed weights; only exactness and fp8 need layers of our own.
+        packs = config.exact or not on_gpu or quantize == "fp8"
+        checked = False
+        if self._network is not own:
+            right = True
+            try:
+                # What is packed is checked again, and then in full.
+                (check.packed_parity if packs else check.parity)()
+            except UnsupportedModel as error:
+                log.error("the fused decoder is wrong here, and is not used: %s", error)
+                right = False
+            if self._peers.least(right):
+                checked = not packs
+                take_layers(own)
+            else:
+                self._network = own
+        if quantize != "none":
+            check.parity()
+        if config.exact:
+            because = self._unless_exact(lambda: self._pack_weights(config, exact=True))
+            if not because:
+                self._row_counts = self._peers.common(self._row_counts)
+                because = self._unless_exact(lambda: confine(self._network, check.packed))
+            self.not_exact_because = because or self._unless_exact(check.exact)
+            if self.not_exact_because:
+                self._row_counts = frozenset()
+                log.warning("exact mode cannot be had: %s", self.not_exact_because)
+                loosen(self._network, quantize=quantize, max_batch=max_batch)
+        else:
+            if on_gpu:
+                self.not_exact_because = "a GPU's products depend on how many rows they have"
+            if packs:
+                self._pack_weights(config, exact=False)
+                self._row_counts = self._peers.common(self._row_counts)
+        if quantize == "none" and not checked:
+            check.parity()
+        if config.graphs and on_gpu:
+            self._record(max_batch, expected[0].numel())
+            if not self._peers.least(self._graphs is not None):
+                self._graphs = None
+            if self._graphs is not None:
+                check.decode()
+        # Only what was used: clearing the rest would take its memory before anyone needs it.
+        for table in tables:
+            self._backend.forget(table)
+
+    def _pack_weights(self, config: EngineConfig, *, exact: bool) -> None:
+        """Raises NotExact."""
+        counts = swap(
+            self._network, exact=exact, quantize=config.quantize, max_batch=config.max_batch
+        )
+        self._row_counts = frozenset() if self.on_device else counts
+
+    def _unless_exact(self, attempt: Callable[[], object]) -> str:
+        """Why exactness cannot be had after `attempt`, of this runner or of its peers; or ""."""
+        because = ""
+        try:
+            attempt()
+        except NotExact as error:
+            because = str(error)
+        if self._peers.least(not because):
+            return ""
+        return because or "another rank's logits vary with what else is in the batch"
+
+    def _record(self, max_rows: int, width: int) -> None:
+        """Records decode steps where the backend can; a network that cannot runs as usual. width:
+        logits of a row.
+
+        Raises InvalidArgument where recording failed in a torch that cannot go on after it.
+        """
+        fill = self._backend.decode_buffers(max_rows)
+        if fill is None:
+            return
+        memory = self.memory
+        shape = max_rows, width
+        dtype = next(self._network.parameters()).dtype
+        logits = torch.empty(shape, dtype=dtype, device=memory.device)
+        try:
+            self._graphs = DecodeGraphs(
+                partial(run_network, self._network), fill, logits, cuda_recorder()
+            )
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            # pytorch#180395: before, the allocator believed for ever that a recording was going on.
+            if not isinstance(error, NotRecordable) and torch.__version__ < "2.13":
+                raise InvalidArgument(
+                    f"recording CUDA graphs failed ({reason}), after which torch "
+                    f"{torch.__version__} cannot go on: switch them off, or use torch 2.13",
+                    field="graphs",
+                ) from error
+            log.warning("decode runs without CUDA graphs: %s", reason)
+
+    def _padded(self, inputs: ForwardPass) -> ForwardPass:
+        """With as many rows as all layers compute as they are, so that none of them has to pad."""
+        rows = inputs.token_ids.shape[1]
+        if not self._row_counts or rows in self._row_counts:
+            return inputs
+        padding = (0, sum(cuts(rows, self._row_counts)) - rows)
+        return replace(
+            inputs,
+            token_ids=functional.pad(inputs.token_ids, padding),
+            positions=functional.pad(inputs.positions, padding),
+        )
+
+
+def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
+    """The last position's logits [vocab] from the model's own attention."""
+    tokens = torch.tensor([text], device=loaded.device)
+    positions = torch.arange(len(text), device=loaded.device)[None]
+    return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], None))[0]
+
+
+def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> nn.Module:
+    """The fused decoder, or transformers' own where that is configured or no recipe covers it."""
+    if config.decoder == "transformers":
+        return loaded.network
+    try:
+        recipe = read_recipe(loaded.network, shape.layers)
+    except NotCovered as reason:
+        log.info("decoder: transformers' own; %s", reason)
+        return loaded.network
+    log.info("decoder: fused")
+    operators: Operators = PlainOperators(recipe)
+    if runs_triton(config.attention, loaded.device):
+        # Machines without a GPU need not have Triton.
+        from batonlm.engine.fused.kernels import TritonOperators
+
+        operators = TritonOperators(recipe)
+    return Decoder(loaded.network, recipe, operators).eval()
+
+
+def _peak(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    network: nn.Module,
+    shape: AttentionShape,
+    peers: Alone,
+) -> int:
+    """Bytes that the largest step takes at most on a GPU, beside weights and KV; runs it."""
+    step = largest_step(config, loaded.description.max_model_len)
+    blocks = sum(count for chunk in step.chunks for _, count in chunk.extents)
+    backend = open_backend(replace(config, exact=False), loaded, shape, blocks)
+    trial = TorchRunner(network, loaded.description, backend, SwapMemory(backend.memory))
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    logits = trial.forward(step)
+    if peers.samples:
+        SampledStep(step, logits, trial._last, trial._counts)
+    return torch.cuda.max_memory_allocated(loaded.device) - before

@@ -1,0 +1,210 @@
+"""Starts the router process: reads its configuration, connects its parts, serves until stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from contextlib import suppress
+
+from batonlm.core.request.model import WorkerIdentity
+from batonlm.router.api.access import (
+    Authenticator,
+    KeyAuthenticator,
+    OpenAuthenticator,
+    exposure_warnings,
+)
+from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.inference import InferenceServicer
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp, playground_routes
+from batonlm.router.api.http.connections import HttpLimits
+from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.router.api.vllm import engine_service
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe import gauges
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.records import UsageLog
+from batonlm.router.request import pacing
+from batonlm.router.request.migration import Migrator
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.workers.discovery import Replicas, discovery_of
+from batonlm.router.workers.fleet import Fleet
+from batonlm.rpc import config as configuration
+from batonlm.rpc import lifecycle, logs
+from batonlm.rpc.address import AllowedHosts, is_loopback, split
+from batonlm.rpc.channels import Channels
+from batonlm.rpc.loop import freeze_garbage
+from batonlm.rpc.metrics import REGISTRY, tell_role
+from batonlm.rpc.server import PUBLIC_STREAMS, Probes, ProcessServer, PublicLimits
+
+log = logging.getLogger(__name__)
+
+HTTP_GRACE_S = 1.0
+READINESS_S = 1.0
+
+
+async def serve(config: RouterConfig) -> int:
+    """Runs until SIGTERM, then drains. Returns the exit code."""
+    identity = WorkerIdentity("router", lifecycle.new_instance_id(), config.grpc_listen)
+    logs.setup("router", config.log_level, config.log_json, instance_id=identity.instance_id)
+    log.info("configuration: %s", configuration.describe(config))
+    tell_role("router")
+    probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
+    await probes.open()
+    probes.startup.enter("discovery")
+    discovery = await discovery_of(config.places)
+    replicas = Replicas(discovery if config.routers else None)
+    for warning in exposure_warnings(
+        config.faces,
+        keys=bool(config.keys),
+        tls=bool(config.public_tls_cert),
+        tls_terminated=config.tls_terminated,
+    ):
+        log.warning("%s", warning)
+    authenticator = _authenticator(config, config.http_listen)
+    grpc_access = authenticator if config.keys else _authenticator(config, config.grpc_listen)
+    certificates = config.public_certificates()
+    channels = Channels(config.certificates(), token=config.peer_token)
+    fleet = Fleet(discovery, channels, identity)
+    metrics = RouterMetrics()
+    tracer = config.tracer("router", identity.instance_id)
+    usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
+    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
+    services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
+    if config.vllm_engine:
+        services.append(engine_service(pipeline, fleet, config))
+    server = ProcessServer(
+        listen=config.grpc_listen,
+        services=services,
+        probes=probes,
+        public=True,
+        certificates=certificates,
+        interceptors=[KeyInterceptor(grpc_access, web_pages=bool(config.keys))],
+        limits=PublicLimits(
+            max_connections=config.max_connections,
+            max_age_s=config.connection_max_age_s,
+            # A gateway uses one connection for all its users; at a small limit, calls that wait for
+            # others would delay its aborts.
+            streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
+        ),
+        field="grpc_listen",
+    )
+    unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas)
+    try:
+        limits = HttpLimits(
+            max_connections=config.max_connections,
+            max_per_address=config.max_connections_per_address,
+            stall_timeout_s=config.stall_timeout_s,
+            max_age_s=config.connection_max_age_s,
+        )
+        pages = playground_routes() if config.playground else []
+        http_access = HttpAccess(
+            authenticator,
+            pages=[page.path for page in pages],
+            token=config.peer_token,
+            hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
+        )
+        app = HttpApp(pipeline, REGISTRY, http_access, pages)
+        http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
+        try:
+            grpc_address = await server.start()
+            probes.startup.enter("workers")
+            fleet.start()
+            watching = (
+                asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
+                asyncio.create_task(Migrator(fleet, metrics).run()),
+                asyncio.create_task(authenticator.run()),
+                asyncio.create_task(replicas.run()),
+                asyncio.create_task(pacing.keep(pipeline.services.load)),
+            )
+            started = {"role": "router", "http": http.address, "grpc": grpc_address}
+            freeze_garbage()
+            print(json.dumps(started), flush=True)
+            try:
+                goodbye_s = server.goodbye_s if config.lame_duck_s else 0.0
+                return await lifecycle.run_until_stopped(
+                    server,
+                    lambda: leave(pipeline, http, server, config.lame_duck_s),
+                    drain_timeout_s=config.lame_duck_s + goodbye_s + config.drain_timeout_s,
+                    cut=pipeline.cut,
+                )
+            finally:
+                for task in watching:
+                    task.cancel()
+                await asyncio.wait(watching)
+        finally:
+            await pipeline.close()
+            await http.close(HTTP_GRACE_S)
+            await server.stop(0)
+            if usage is not None:
+                await asyncio.to_thread(usage.close)
+    finally:
+        for stop in unwatch:
+            stop()
+        await fleet.close()
+        await channels.close()
+        tracer.close()
+
+
+def _authenticator(config: RouterConfig, listen: str) -> Authenticator:
+    """listen: the address that callers reach."""
+    if config.keys:
+        return KeyAuthenticator(config.keys)
+    return OpenAuthenticator(public=not is_loopback(split(listen, "listen")[0]))
+
+
+async def _tell_readiness(server: ProcessServer, pipeline: Pipeline, fleet: Fleet) -> None:
+    """Updates the health status: SERVING while a request could be answered."""
+    while True:
+        server.set_serving(pipeline.ready())
+        await fleet.changed.wait(READINESS_S)
+
+
+async def leave(
+    pipeline: Pipeline, http: HttpServer, server: ProcessServer, lame_duck_s: float
+) -> None:
+    """Shuts down without losing a request. Returns when no request is left.
+
+    From SIGTERM on the router is not ready. It still accepts requests for lame_duck_s, because
+    clients may not have noticed yet; over HTTP each answer is then its connection's last. After
+    that new gRPC connections are refused, and each open one gets a GOAWAY as it ages, so that no
+    call reaches a server that is gone (decision 028). Idle HTTP connections end next, and a new
+    request is refused with the advice to retry at another router. What still runs after
+    drain_timeout_s ends with a retryable error (`Pipeline.cut`).
+
+    lame_duck_s: 0 where there is no other router; then the phase is skipped.
+    """
+    pipeline.leave()
+    http.leave()
+    if lame_duck_s:
+        await asyncio.sleep(lame_duck_s)
+        await server.send_away()
+    http.end_idle()
+    await pipeline.drain()
+
+
+def yield_on_one_core() -> None:
+    """Keeps the threads of a process on one core from interrupting each other.
+
+    Call it before threads start, because they inherit the policy. A gRPC thread wakes for every
+    message that is written. On the writer's own core the kernel would run it at once, at two
+    context switches per message; under SCHED_BATCH it waits until the writer is idle and then
+    handles all messages. With several cores it runs beside the writer.
+    """
+    if hasattr(os, "SCHED_BATCH") and len(os.sched_getaffinity(0)) == 1:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def main() -> None:
+    """The `baton-router` command."""
+    config = configuration.load(RouterConfig, prog="baton-router")
+    yield_on_one_core()
+    sys.exit(lifecycle.run(serve(config)))
+
+
+if __name__ == "__main__":
+    main()

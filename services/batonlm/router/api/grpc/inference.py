@@ -1,0 +1,262 @@
+"""The public gRPC service `baton.v1.Inference`: messages to core Requests, events to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+import grpc
+
+from batonlm.core.errors import BatonError, InvalidArgument, from_reason
+from batonlm.core.observe.stages import StageTimes
+from batonlm.core.request.request import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Grammar,
+    GrammarKind,
+    Prompt,
+    Request,
+    TextLogprob,
+    TextPrompt,
+    TokenPrompt,
+    ToolChoice,
+    ToolUse,
+)
+from batonlm.router.api.grpc.access import caller, deadline_s
+from batonlm.router.api.translation import ANY_OBJECT, choice
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.rpc.calls import WriteTimeout
+from batonlm.rpc.convert import (
+    filled,
+    finish_reason_to_proto,
+    messages_from_proto,
+    model_to_proto,
+    parsed,
+    sampling_from_proto,
+    tools_from_proto,
+)
+from batonlm.rpc.errors import with_hint
+from batonlm.rpc.server import Service
+from batonlm.rpc.tracing import context_of
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, types_pb2
+
+RequestMessage = TypeVar("RequestMessage", pb.GenerateRequest, pb.ChatRequest)
+ResponseMessage = TypeVar("ResponseMessage", pb.GenerateResponse, pb.ChatResponse)
+
+
+SERVICE = "baton.v1.Inference"
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Serves Inference. A request ends when its call ends: by the client, the deadline or the write
+    timeout."""
+
+    def __init__(self, pipeline: Pipeline, *, stall_timeout_s: float) -> None:
+        self._pipeline = pipeline
+        self._stall_timeout_s = stall_timeout_s
+
+    def service(self) -> Service:
+        """Returns the service for a ProcessServer."""
+        return Service(
+            SERVICE, lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        )
+
+    async def Generate(  # type: ignore[override]
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+    ) -> None:
+        await self._answer(request, generate_from_proto, pb.GenerateResponse, context)
+
+    async def Chat(  # type: ignore[override]
+        self,
+        request: pb.ChatRequest,
+        context: grpc.aio.ServicerContext[pb.ChatRequest, pb.ChatResponse],
+    ) -> None:
+        await self._answer(request, chat_from_proto, pb.ChatResponse, context)
+
+    async def ListModels(
+        self,
+        request: pb.ListModelsRequest,
+        context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
+    ) -> pb.ListModelsResponse:
+        models = self._pipeline.models()
+        return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])
+
+    async def _answer(
+        self,
+        message: RequestMessage,
+        read: Callable[[RequestMessage, float | None], Request],
+        new: Callable[[], ResponseMessage],
+        context: grpc.aio.ServicerContext[RequestMessage, ResponseMessage],
+    ) -> None:
+        tenant = caller(context)
+        # The message is in memory already; the reserved room is for its encoding.
+        with self._pipeline.receive(tenant, message.ByteSize()) as holding:
+            try:
+                self._pipeline.turn_away(tenant, message.options.priority)
+                with self._pipeline.reading(tenant):
+                    request = read(message, deadline_s(context))
+                trace = context_of(context.invocation_metadata() or ())
+                stream = await self._pipeline.open(request.of(tenant, trace), holding)
+                async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
+                    async for event in stream:
+                        response = new()
+                        put_event(event, response.event, return_token_ids=request.return_token_ids)
+                        await stall.watch(context.write(response))
+            except BatonError as error:
+                raise in_client_words(error) from error
+
+
+_FIELDS = {
+    **{name: f"options.{name}" for name in pb.GenerationOptions.DESCRIPTOR.fields_by_name},
+    **{
+        name: f"options.sampling.{name}"
+        for name in types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
+    },
+    **{name: f"options.stop.{name}" for name in types_pb2.StopParams.DESCRIPTOR.fields_by_name},
+    "grammar": "options.structured_output",
+}
+"""Core's request field names to those of these messages, where they differ."""
+
+_TOOL_USES = {
+    pb.ToolChoice.USE_UNSPECIFIED: ToolUse.AUTO,
+    pb.ToolChoice.USE_NONE: ToolUse.NONE,
+    pb.ToolChoice.USE_AUTO: ToolUse.AUTO,
+    pb.ToolChoice.USE_REQUIRED: ToolUse.REQUIRED,
+}
+
+
+def in_client_words(error: BatonError) -> BatonError:
+    """Returns the error with the field named as in these messages, and a time to retry where that
+    may help."""
+    hinted = with_hint(error)
+    worded = from_reason(
+        hinted.reason,
+        hinted.message,
+        field=_FIELDS.get(hinted.field, hinted.field),
+        retry_after_s=hinted.retry_after_s,
+    )
+    worded.request_id = error.request_id
+    return worded
+
+
+def generate_from_proto(message: pb.GenerateRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument without a prompt."""
+    match message.WhichOneof("prompt"):
+        case "text":
+            prompt: Prompt = TextPrompt(message.text)
+        case "token_ids":
+            prompt = TokenPrompt(tuple(message.token_ids.ids))
+        case _:
+            raise InvalidArgument("prompt must be set: text or token_ids", field="prompt")
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def chat_from_proto(message: pb.ChatRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument for a tool choice that this version does not support."""
+    prompt = ChatPrompt(
+        messages_from_proto(message.messages),
+        tools=tools_from_proto(message.tools),
+        tool_choice=_tool_choice(message.tool_choice),
+    )
+    return _request(message.model, prompt, message.options, deadline_s)
+
+
+def _tool_choice(message: pb.ToolChoice) -> ToolChoice:
+    if message.use not in _TOOL_USES:
+        raise InvalidArgument("tool_choice.use is not known", field="tool_choice")
+    return ToolChoice(_TOOL_USES[message.use], message.name, parallel=not message.single)
+
+
+def _request(
+    model: str, prompt: Prompt, options: pb.GenerationOptions, deadline_s: float | None
+) -> Request:
+    sampling = options.sampling
+    return parsed(
+        Request,
+        options.stop,
+        prompt=prompt,
+        model=model,
+        n=options.n if options.HasField("n") else 1,
+        sampling=sampling_from_proto(sampling, "options.sampling"),
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        return_token_ids=options.return_token_ids,
+        skip_special_tokens=not options.keep_special_tokens,
+        priority=options.priority,
+        cache_salt=options.cache_salt.encode(),
+        deadline_s=deadline_s,
+        grammar=_grammar(options.structured_output),
+    )
+
+
+def _grammar(form: pb.StructuredOutput) -> Grammar | None:
+    """Raises InvalidArgument naming the field."""
+    match form.WhichOneof("form"):
+        case None:
+            return None
+        case "json_object":
+            return ANY_OBJECT if form.json_object else None
+        case "choice":
+            return choice(form.choice.texts, f"{_FIELDS['grammar']}.choice")
+        case name:
+            return Grammar(GrammarKind[name.upper()], getattr(form, name))
+
+
+def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
+    """Fills an empty message in place, because this runs for every token."""
+    match event:
+        case Delta():
+            _put_delta(event, message.delta, return_token_ids)
+        case Accepted():
+            message.accepted.CopyFrom(filled(pb.RequestAccepted, event))
+        case Finished():
+            stages = _stages_to_proto(event.stages) if event.stages else None
+            message.finished.CopyFrom(filled(pb.RequestFinished, event, stages=stages))
+
+
+def _put_delta(delta: Delta, message: pb.ChoiceDelta, return_token_ids: bool) -> None:
+    message.SetInParent()
+    message.choice = delta.choice
+    message.text = delta.text
+    if return_token_ids:
+        message.token_ids.extend(delta.token_ids)
+    for entry in delta.logprobs:
+        message.logprobs.add(
+            token=_logprob_to_proto(entry.token),
+            top=[_logprob_to_proto(other) for other in entry.top],
+        )
+    if delta.reasoning:
+        message.reasoning = delta.reasoning
+    for call in delta.tool_calls:
+        message.tool_calls.append(filled(pb.ToolCallDelta, call))
+    if delta.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(delta.finish_reason)
+    if delta.stop_string is not None:
+        message.stop_string = delta.stop_string
+    if delta.stop_token_id is not None:
+        message.stop_token_id = delta.stop_token_id
+
+
+def _stages_to_proto(times: StageTimes) -> pb.StageTimes:
+    spent = {f"{stage}_us": round(seconds * 1e6) for stage, seconds in times.spent().items()}
+    return filled(
+        pb.StageTimes,
+        times,
+        **spent,
+        first_token_us=round(times.first_token_s * 1e6),
+        total_us=round(times.total_s * 1e6),
+        workers=[
+            pb.ServingWorker(role=worker.role, instance_id=worker.short, address=worker.address)
+            for worker in times.workers
+        ],
+    )
+
+
+def _logprob_to_proto(entry: TextLogprob) -> pb.TextLogprob:
+    return pb.TextLogprob(token_id=entry.token_id, text=entry.text, logprob=entry.logprob)

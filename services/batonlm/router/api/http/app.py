@@ -1,0 +1,187 @@
+"""The ASGI application: all routes of the HTTP API, with every failure as an OpenAI error body."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.registry import Collector
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from batonlm.core.errors import BatonError, Internal, ModelNotFound, Unauthenticated
+from batonlm.core.request.model import ModelDescription
+from batonlm.router.api.http.access import HttpAccess, is_known
+from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
+from batonlm.router.api.http.body import Bodies, ClientGone
+from batonlm.router.api.http.explain import explain_endpoint
+from batonlm.router.api.http.generation import Generation
+from batonlm.router.api.http.openapi import openapi_document
+from batonlm.router.api.http.parse import parse_chat, parse_completion
+from batonlm.router.api.http.responses import HttpError, Json, encode, json_response, send_error
+from batonlm.router.api.http.schema import DetokenizeBody, TokenizeBody
+from batonlm.router.api.http.tokenizing import Tokenizing
+from batonlm.router.observe.metrics import TenantBlind
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.rpc.errors import forget_frames
+from batonlm.rpc.logs import named
+
+log = logging.getLogger(__name__)
+
+_FILES = files("batonlm.router.api.http")
+_NO_SNIFF = {"x-content-type-options": "nosniff"}
+_CONFINED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_DOCS_HEADERS = {
+    # The page loads the OpenAPI document from this router, and nothing from elsewhere.
+    "content-security-policy": "default-src 'none'; connect-src 'self'; "
+    f"script-src 'unsafe-inline'; style-src 'unsafe-inline'; {_CONFINED}",
+    **_NO_SNIFF,
+}
+_PLAYGROUND_HEADERS = {
+    # The browser runs only these scripts, which may call only this router.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    f"connect-src 'self'; img-src data:; {_CONFINED}",
+    **_NO_SNIFF,
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    # A newer router has other files.
+    "cache-control": "no-cache",
+}
+_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+
+
+class HttpApp:
+    """Serves one Pipeline. Exceptions reach it only before the first byte of a response."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        registry: Collector,
+        access: HttpAccess,
+        pages: Sequence[BaseRoute] = (),
+    ):
+        self._access = access
+        self._bodies = bodies = Bodies(pipeline)
+        self._pipeline = pipeline
+        self._registry = registry
+        self._registry_without_tenants = TenantBlind(registry)
+        self._created = int(time.time())
+        posts: dict[str, ASGIApp] = {
+            "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
+            "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
+            "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
+            "/detokenize": Tokenizing(pipeline, bodies, DetokenizeBody),
+        }
+        gets = {
+            "/models": self._list_models,
+            # A path, because names such as "organisation/model" have slashes.
+            "/models/{model:path}": self._show_model,
+            "/requests/{id}": explain_endpoint(pipeline),
+        }
+        document = Response(encode(openapi_document()), media_type="application/json")
+        docs = Response(
+            (_FILES / "docs.html").read_bytes(), media_type="text/html", headers=_DOCS_HEADERS
+        )
+        self.routes: list[BaseRoute] = [
+            # With and without the version, because clients use different base URLs.
+            *(
+                Route(prefix + path, app, methods=["POST"])
+                for prefix in ("/v1", "")
+                for path, app in posts.items()
+            ),
+            *(Route(prefix + path, get) for prefix in ("/v1", "") for path, get in gets.items()),
+            Route("/version", self._show_version),
+            Route("/health", self._show_health),
+            Route("/ping", self._show_health),
+            Route("/metrics", self._show_metrics),
+            _static("/openapi.json", document),
+            _static("/docs", docs),
+            *pages,
+        ]
+        self._router = Router(self.routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # With "app" set, the router raises for an unknown route or method.
+        scope["app"] = self
+        try:
+            try:
+                self._access.check(scope)
+            except (HttpError, Unauthenticated):
+                await self._bodies.discard(scope, receive)
+                raise
+            await self._router(scope, receive, send)
+        except ClientGone:
+            return
+        except (BatonError, HttpError, HTTPException) as error:
+            forget_frames(error)
+            # The id of an admitted request, under which it can be explained.
+            known = error.request_id if isinstance(error, BatonError) else ""
+            await send_error(send, error, known or secrets.token_hex(16))
+        except Exception:
+            request_id = secrets.token_hex(16)
+            about = named(request_id)
+            log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
+            await send_error(send, Internal("internal error"), request_id)
+
+    async def _list_models(self, _: Request) -> Response:
+        data = [self._model(model) for model in self._pipeline.models()]
+        return json_response({"object": "list", "data": data})
+
+    async def _show_model(self, request: Request) -> Response:
+        for model in self._pipeline.models():
+            if model.name == request.path_params["model"]:
+                return json_response(self._model(model))
+        raise ModelNotFound("there is no such model", field="model")
+
+    def _model(self, model: ModelDescription) -> Json:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def _show_version(self, _: Request) -> Response:
+        return json_response({"version": version("batonlm")})
+
+    async def _show_health(self, _: Request) -> Response:
+        """Returns 200 when a request sent now can be answered, otherwise 503; no body."""
+        return Response(status_code=200 if self._pipeline.ready() else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        """Returns the metrics. A caller without a key, where metrics need none, does not see tenant
+        names."""
+        known = is_known(request.scope)
+        shown = self._registry if known else self._registry_without_tenants
+        headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
+        return Response(generate_latest(shown), headers=headers)
+
+
+def playground_routes() -> list[Route]:
+    """Returns GET / and /playground/…: a static page with its scripts and styles, read once."""
+    routes = []
+    for entry in sorted((_FILES / "page").iterdir(), key=lambda entry: entry.name):
+        if entry.is_file():
+            path = "/" if entry.name == "index.html" else f"/playground/{entry.name}"
+            kind = _KINDS[entry.name.rpartition(".")[2]]
+            page = Response(entry.read_bytes(), headers=_PLAYGROUND_HEADERS, media_type=kind)
+            routes.append(_static(path, page))
+    return routes
+
+
+def _static(path: str, response: Response) -> Route:
+    async def show(_: Request) -> Response:
+        return response
+
+    return Route(path, show)

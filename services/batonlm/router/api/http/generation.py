@@ -1,0 +1,295 @@
+"""Handles POST of a generating route: parse, open, then one document or a stream of events.
+
+It is raw ASGI, without a layer between an event and the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from batonlm.core.admission.admission import Holding
+from batonlm.core.errors import BatonError, Internal
+from batonlm.core.request.request import Accepted, Delta, Request, join_deltas
+from batonlm.router.api.http.access import caller
+from batonlm.router.api.http.answers import AnswerWriter
+from batonlm.router.api.http.body import Bodies, while_connected
+from batonlm.router.api.http.parse import GenerationCall, listed, most_urgent
+from batonlm.router.api.http.responses import Header, Json, encode, error_document, send_json
+from batonlm.router.api.translation import in_client_words
+from batonlm.router.request.pipeline import EventStream, Pipeline, left
+from batonlm.rpc.logs import named
+from batonlm.rpc.tracing import context_of
+
+KEEP_ALIVE_S = 10.0
+FAREWELL_S = 0.5
+"""Seconds that a client has to read the last event when the server closes."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An ASGI app. Raises BatonError or HttpError only before anything is sent."""
+
+    pipeline: Pipeline
+    bodies: Bodies
+    parse: Callable[[bytes], GenerationCall]
+    answer: Callable[[GenerationCall, Sequence[Accepted], int], AnswerWriter]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = caller(scope)
+        async with self.bodies.received(scope, receive) as body:
+            self.pipeline.turn_away(tenant, most_urgent(body.raw, tenant))
+            headers = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+            with self.pipeline.reading(tenant):
+                call = self.parse(body.raw).of(tenant, context_of(headers))
+            body.raw = b""
+            with_timings = dict(headers).get("x-baton-timings", b"").strip().lower()
+            events = EventWriter(send)
+            try:
+                work = self._respond(
+                    call, body.holding, send, events, with_timings=with_timings in (b"true", b"1")
+                )
+                await while_connected(receive, work)
+            except asyncio.CancelledError:
+                # The server closes; the request's resources are released.
+                await events.break_off(error_document(left()))
+                raise
+            except BatonError as error:
+                raise in_client_words(error, call.names) from error
+
+    async def _respond(
+        self,
+        call: GenerationCall,
+        holding: Holding,
+        send: Send,
+        events: EventWriter,
+        *,
+        with_timings: bool,
+    ) -> None:
+        async with _opened(self.pipeline, call.requests, holding) as opened:
+            accepted = [first for first, _ in opened]
+            streams = [stream for _, stream in opened]
+            answer = self.answer(call, accepted, int(time.time()))
+            headers = _headers(call, accepted[0])
+            if not call.stream:
+                document = answer.document(await _gathered(call, streams, answer))
+                if with_timings:
+                    document |= answer.timings()
+                    headers += answer.timing_headers()
+                await send_json(send, 200, document, headers)
+                return
+            await events.start(headers)
+            error: Json | None = None
+            try:
+                async with events.kept_alive():
+                    pumps = [
+                        _pump(call, prompt, stream, answer, events)
+                        for prompt, stream in enumerate(streams)
+                    ]
+                    await in_parallel(*pumps)
+                await events.write(answer.last_chunk(with_timings=with_timings))
+            except BatonError as failure:
+                error = error_document(in_client_words(failure, call.names))
+            except Exception:
+                about = named(accepted[0].request_id, accepted[0].trace_id)
+                log.exception("a stream failed", extra=about)
+                error = error_document(Internal("internal error"))
+            await events.end(error)
+
+
+async def _gathered(
+    call: GenerationCall, streams: Sequence[EventStream], answer: AnswerWriter
+) -> list[list[Delta]]:
+    """Returns the whole output of every choice, by prompt. Parts are joined once, at the end."""
+    parts: list[list[list[Delta]]] = [[[] for _ in range(call.n)] for _ in streams]
+
+    async def gather(prompt: int, stream: EventStream) -> None:
+        async for event in stream:
+            answer.count(prompt, event)
+            if isinstance(event, Delta):
+                parts[prompt][event.choice].append(event)
+
+    await in_parallel(*(gather(prompt, stream) for prompt, stream in enumerate(streams)))
+    return [
+        [join_deltas(choice, deltas) for choice, deltas in enumerate(choices)] for choices in parts
+    ]
+
+
+async def _pump(
+    call: GenerationCall,
+    prompt: int,
+    stream: EventStream,
+    answer: AnswerWriter,
+    events: EventWriter,
+) -> None:
+    """Writes all chunks of one prompt."""
+    await events.write(answer.with_usage(answer.opening(prompt)))
+    plain = PlainChunks(lambda delta: answer.with_usage(answer.chunks(prompt, delta)))
+    only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+    async for event in stream:
+        answer.count(prompt, event)
+        if isinstance(event, Delta):
+            known = plain.event(event) if only_text else None
+            if known is not None:
+                await events.write_framed(known)
+            else:
+                await events.write(answer.with_usage(answer.chunks(prompt, event)))
+
+
+@asynccontextmanager
+async def _opened(
+    pipeline: Pipeline, requests: Sequence[Request], holding: Holding
+) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
+    """Opens all requests; yields their Accepted events and streams in order. If one fails, raises
+    the first failure and opens none. Closes every stream on exit."""
+    found: dict[int, tuple[Accepted, EventStream]] = {}
+    async with AsyncExitStack() as closing:
+        # Each prompt releases its part when it is encoded; the rest is released here.
+        parts = holding.divided(len(requests))
+        for part in parts:
+            closing.enter_context(part)
+
+        async def open_one(position: int, request: Request) -> None:
+            stream = await pipeline.open(request, parts[position])
+            closing.push_async_callback(stream.aclose)
+            first = await anext(stream)
+            if not isinstance(first, Accepted):
+                raise Internal("internal error")
+            found[position] = first, stream
+
+        await in_parallel(*(open_one(i, request) for i, request in enumerate(requests)))
+        yield [found[i] for i in range(len(requests))]
+
+
+def _headers(call: GenerationCall, accepted: Accepted) -> list[Header]:
+    """x-request-id is the client's own id, if it sent one. Logs and answers always have the
+    router's, which is then in x-baton-request-id. x-baton-seed: sent as `seed`, it reproduces the
+    answer."""
+    headers = [
+        (b"x-request-id", (call.request_id or accepted.request_id).encode()),
+        (b"x-baton-seed", b"%d" % accepted.seed),
+    ]
+    if call.request_id:
+        headers.append((b"x-baton-request-id", accepted.request_id.encode()))
+    if call.ignored:
+        headers.append((b"x-baton-ignored-params", listed(call.ignored)))
+    return headers
+
+
+class PlainChunks:
+    """Assembles the chunks of one prompt from bytes when they contain only text, as nearly all
+    chunks of a stream do."""
+
+    _MARK = "\ue000text\ue001"
+    _rest = attrgetter(
+        *(f.name for f in fields(Delta) if f.name not in ("choice", "text", "token_ids"))
+    )
+    """The fields of a delta other than its text."""
+    _EMPTY = _rest(Delta(0))
+
+    def __init__(self, chunks: Callable[[Delta], list[Json]]) -> None:
+        """chunks: builds the chunks of a delta. A delta with only text has one chunk, which differs
+        from others in its text only."""
+        self._chunks = chunks
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """The bytes before and after the text, by choice."""
+
+    def event(self, delta: Delta) -> bytes | None:
+        """Returns the framed event, or None when the delta has more than text, or no text."""
+        if not delta.text or self._rest(delta) != self._EMPTY:
+            return None
+        around = self._around.get(delta.choice)
+        if around is None:
+            (chunk,) = self._chunks(replace(delta, text=self._MARK))
+            head, _, tail = encode(chunk).partition(encode(self._MARK))
+            around = self._around[delta.choice] = b"data: " + head, tail + b"\n\n"
+        return around[0] + encode(delta.text) + around[1]
+
+
+_HEAD = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # nginx would buffer events until its buffer is full.
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class EventWriter:
+    """Writes one stream. Each `send` carries whole events, so several tasks may write.
+
+    `send` blocks while the client reads slowly; new output is coalesced at the source meanwhile.
+    """
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._idle = True
+        self._open = False
+
+    async def start(self, headers: Sequence[Header]) -> None:
+        head = [*_HEAD, *headers]
+        self._open = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": head})
+
+    async def write(self, documents: Iterable[Json]) -> None:
+        if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
+            await self.write_framed(events)
+
+    async def write_framed(self, events: bytes) -> None:
+        """Writes whole events."""
+        self._idle = False
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, last: Json | None = None) -> None:
+        """Ends the stream with [DONE], or with an error document instead."""
+        data = b"[DONE]" if last is None else encode(last)
+        event = b"data: %b\n\n" % data
+        self._open = False
+        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+
+    async def break_off(self, error: Json) -> None:
+        """Ends a running stream with an error, if the client reads it within FAREWELL_S."""
+        if not self._open:
+            return
+        with suppress(Exception):
+            async with asyncio.timeout(FAREWELL_S):
+                await self.end(error)
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Within the block, sends a comment whenever nothing else was sent for KEEP_ALIVE_S."""
+        ticker = asyncio.ensure_future(self._tick())
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._idle:
+                await self.write_framed(b": keep-alive\n\n")
+            self._idle = True
+
+
+async def in_parallel(*work: Coroutine[Any, Any, None]) -> None:
+    """Runs all at once. The first failure cancels the others and is raised."""
+    if len(work) == 1:
+        await work[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in work:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None

@@ -1,0 +1,236 @@
+"""Builds the OpenAPI document of the HTTP API from the types of bodies and answers and from the
+ranges of the validator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from batonlm.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
+from batonlm.router.api.http import answer_schema as answers
+from batonlm.router.api.http.responses import Json
+from batonlm.router.api.http.schema import (
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+)
+
+_ERRORS = {
+    400: "A parameter has a value that it cannot have; `param` names it.",
+    401: "The key is missing or wrong.",
+    403: "The key is not an operator's.",
+    404: "There is no such model, or no such request of the caller's.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    421: "The router asks for no keys, and does not answer under this Host.",
+    422: "Workers died of this request; it must not be sent again.",
+    429: "Too much is asked for at once; `retry-after` says when to come back.",
+    500: "A fault of Baton's own.",
+    501: "Not offered by this server.",
+    503: "No worker is ready, or it was lost; `retry-after` says when to come back.",
+    504: "The request ran out of time.",
+}
+_GET_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 500, 503)
+
+_DESCRIPTION = """OpenAI's API for text, with vLLM's extra parameters.
+
+A parameter with a value of `null` counts as absent. Parameters that are not listed here are
+accepted; those without effect are named in the response header `x-baton-ignored-params`. These
+would change the answer and are not offered, so they are refused: {refused}; in a chat also
+{refused_in_chats}.
+
+Paths that begin with `/v1` are served without it, too, and `/tokenize` and `/detokenize` also with
+it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a chunk or
+an error document. A stream that ends without `[DONE]` has failed.
+"""
+_STREAM_HEADERS = {
+    "x-request-id": "The client's own `request_id`, or the one that this server gave.",
+    "x-baton-seed": "The seed in use; sent as `seed`, it gives the same answer again.",
+    "x-baton-ignored-params": "Parameters that had no effect.",
+}
+_STRING: Json = {"type": "string"}
+
+
+def openapi_document() -> Json:
+    """Returns the whole document, version 3.1."""
+    # Stream chunks have a name in the document, but no reference.
+    kinds: list[type] = [answers.ChatCompletionChunk]
+
+    def reference(kind: type) -> Json:
+        kinds.append(kind)
+        return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+    # Until here, types stand for references to them.
+    paths = msgspec.to_builtins(_paths(), enc_hook=reference)
+    errors = {
+        str(status): {"description": text, "content": _json(answers.ErrorAnswer)}
+        for status, text in _ERRORS.items()
+    }
+    responses = msgspec.to_builtins(errors, enc_hook=reference)
+    _, schemas = msgspec.json.schema_components(
+        dict.fromkeys(kinds), ref_template="#/components/schemas/{name}"
+    )
+    for body in (ChatBody, CompletionBody):
+        _add_ranges(schemas[body.__name__]["properties"], body)
+    completion_fields = set(CompletionBody.__struct_encode_fields__)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Baton",
+            "version": version("batonlm"),
+            "description": _DESCRIPTION.format(
+                refused=_listed(REFUSED.keys() - completion_fields),
+                refused_in_chats=_listed(REFUSED.keys() & completion_fields),
+            ),
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "security": [{"key": []}, {}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "responses": responses,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths() -> Json:
+    model = _parameter("model", "path", "Its name, which may have slashes.")
+    request_id = _parameter(
+        "id", "path", "Of an answer, or of its header `x-baton-request-id` or `x-request-id`."
+    )
+    replay = _parameter(
+        "replay",
+        "query",
+        "What makes its tokens again, where that is kept: ids alone, or with the grammar that the "
+        "request named.",
+        enum=["ids", "text"],
+    )
+    text = {"text/plain": {"schema": _STRING}}
+    return {
+        "/v1/chat/completions": _post(
+            "createChatCompletion",
+            "Answer a conversation",
+            ChatBody,
+            answers.ChatCompletion,
+            answers.ChatCompletionChunk,
+        ),
+        "/v1/completions": _post(
+            "createCompletion",
+            "Continue texts or token ids",
+            CompletionBody,
+            answers.TextCompletion,
+            answers.TextCompletion,
+        ),
+        "/tokenize": _post(
+            "tokenize", "A prompt or a conversation as tokens", TokenizeBody, answers.Tokenized
+        ),
+        "/detokenize": _post("detokenize", "Tokens as text", DetokenizeBody, answers.Detokenized),
+        "/v1/models": _get("listModels", "The models served", _json(answers.ModelList)),
+        "/v1/models/{model}": _get("showModel", "One model", _json(answers.ModelAnswer), model),
+        "/requests/{id}": _get(
+            "explainRequest",
+            "What this router remembers of one request, running or over: the caller's own, to an "
+            "operator anybody's",
+            _json({"oneOf": [answers.Explained, answers.ReplayFile]}),
+            request_id,
+            replay,
+        ),
+        "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
+        "/metrics": _get(
+            "showMetrics",
+            "Metrics in Prometheus' format, to operators",
+            text,
+            errors=(403, *_GET_ERRORS),
+        ),
+        "/health": _ready("showHealth"),
+        "/ping": _ready("ping"),
+    }
+
+
+def _post(
+    name: str, summary: str, body: type, answer: type, chunk: type | None = None
+) -> dict[str, Any]:
+    content, headers = _json(answer), {}
+    if chunk is not None:
+        events = {**_STRING, "description": f"Events, each a {chunk.__name__}."}
+        content["text/event-stream"] = {"schema": events}
+        headers = {
+            each: {"schema": _STRING, "description": text} for each, text in _STREAM_HEADERS.items()
+        }
+    ok = {"description": "The answer.", "content": content, "headers": headers}
+    return {
+        "post": {
+            "operationId": name,
+            "summary": summary,
+            "requestBody": {"required": True, "content": _json(body)},
+            "responses": {"200": ok, **_errors(_ERRORS.keys() - {403})},
+        }
+    }
+
+
+def _get(
+    name: str, summary: str, content: Json, *parameters: Json, errors: Iterable[int] = _GET_ERRORS
+) -> Json:
+    responses = {"200": {"description": "The answer.", "content": content}, **_errors(errors)}
+    operation = {"get": {"operationId": name, "summary": summary, "responses": responses}}
+    return operation | ({"parameters": list(parameters)} if parameters else {})
+
+
+def _ready(name: str) -> Json:
+    return {
+        "get": {
+            "operationId": name,
+            "summary": "Whether requests can be answered",
+            "security": [],
+            "responses": {
+                "200": {"description": "A request sent now can be answered."},
+                "503": {"description": "It cannot."},
+            },
+        }
+    }
+
+
+def _parameter(name: str, place: str, description: str, **schema: Any) -> Json:
+    return {
+        "name": name,
+        "in": place,
+        "required": place == "path",
+        "schema": _STRING | (schema or {"minLength": 1}),
+        "description": description,
+    }
+
+
+def _errors(statuses: Iterable[int]) -> Json:
+    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
+
+
+def _json(schema: Any) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _add_ranges(properties: Json, body: type) -> None:
+    """Adds the validator's ranges to numbers that have the same meaning in core and in the body."""
+    ranges = {**REQUEST_RANGES, **SAMPLING_RANGES}
+    if body is CompletionBody:
+        ranges["logprobs"] = ranges["top_logprobs"]
+    else:
+        ranges["max_completion_tokens"] = ranges["max_tokens"]
+    # In bodies, -1 means 0 for top_k, and a negative seed keeps its bits.
+    ranges["top_k"] = Range(-1, ranges["top_k"].high)
+    del ranges["seed"]
+    for name, bounds in ranges.items():
+        for kind in properties.get(name, {}).get("anyOf", ()):
+            if kind.get("type") in ("integer", "number"):
+                kind["exclusiveMinimum" if bounds.above else "minimum"] = bounds.low
+                kind["maximum"] = bounds.high

@@ -1,0 +1,95 @@
+"""JSON documents and errors as ASGI responses.
+
+An error is OpenAI's error body, `{"error": {message, type, param, code}}`, with one additional
+field: `retryable` says whether the same request may succeed later. `batonlm.rpc.errors` describes
+failures of requests; `HttpError` is a failure of the HTTP exchange itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Send
+
+from batonlm.core.errors import BatonError, Unauthenticated
+from batonlm.rpc.errors import http_status, openai_error, retry_after_headers, with_hint
+
+Json = dict[str, Any]
+Header = tuple[bytes, bytes]
+
+encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+
+def json_response(document: Json) -> Response:
+    return Response(encode(document), media_type="application/json")
+
+
+async def send_json(
+    send: Send, status: int, document: Json, headers: Sequence[Header] = ()
+) -> None:
+    await send_parts(send, [encode(document)], headers, status)
+
+
+async def send_parts(
+    send: Send, parts: Sequence[bytes], headers: Sequence[Header] = (), status: int = 200
+) -> None:
+    """Sends a JSON document that was written in parts as one response."""
+    head = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % sum(map(len, parts))),
+        *headers,
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    for part in parts[:-1]:
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": parts[-1]})
+
+
+class HttpError(Exception):
+    """A failure of the HTTP exchange itself, before a core Request exists."""
+
+    def __init__(self, status: int, message: str, *, code: str):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+
+    def body(self) -> Json:
+        error = {"type": "invalid_request_error", "param": None, "code": self.code}
+        return {"error": {"message": self.message, **error, "retryable": False}}
+
+
+Failure = BatonError | HttpError | HTTPException
+
+
+def error_document(error: BatonError | HttpError) -> Json:
+    return error.body() if isinstance(error, HttpError) else openai_error(error)
+
+
+async def send_error(send: Send, error: Failure, request_id: str) -> None:
+    headers: list[Header] = [(b"x-request-id", request_id.encode())]
+    if isinstance(error, HTTPException):
+        # Raised by Starlette's router.
+        if allow := (error.headers or {}).get("Allow"):
+            headers.append((b"allow", allow.encode()))
+        error = METHOD_NOT_ALLOWED if error.status_code == 405 else NO_SUCH_ROUTE
+    elif isinstance(error, HttpError | Unauthenticated):
+        # The body was not read to its end.
+        headers.append((b"connection", b"close"))
+    if isinstance(error, Unauthenticated):
+        headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, HttpError):
+        status = error.status
+    else:
+        status = http_status(error)
+        hints = retry_after_headers(with_hint(error))
+        headers += [(name.encode(), value.encode()) for name, value in hints.items()]
+    await send_json(send, status, error_document(error), headers)
+
+
+METHOD_NOT_ALLOWED = HttpError(405, "this method is not allowed here", code="method_not_allowed")
+NO_SUCH_ROUTE = HttpError(404, "there is no such route", code="not_found")

@@ -1,0 +1,299 @@
+"""The JSON bodies of the HTTP API as types, and their decoding.
+
+This is the only definition of each body: the decoder, the names in errors and the OpenAPI document
+are derived from it. An attribute is named as in core; `name=` is the client's name where it
+differs. A field exists here exactly when it is applied. `REFUSED` names parameters that would
+change the answer but are not supported, so that they are an error instead of being ignored. All
+others are accepted without effect and named in a response header.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from batonlm.core.errors import InvalidArgument
+
+
+def _null() -> msgspec.Raw:
+    """A function, because msgspec cannot write a default of type Raw into a JSON schema."""
+    return msgspec.Raw(b"null")
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class CallOfTool(msgspec.Struct):
+    id: str
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[CallOfTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.field(default_factory=_null)
+
+
+class ToolOfBody(msgspec.Struct):
+    type: str
+    function: Function
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    type: str
+    function: NamedFunction | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """name, description and strict have no effect: an answer always follows the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: msgspec.Raw = msgspec.field(default_factory=_null)
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's parameter. A client gives exactly one of the fields."""
+
+    json: msgspec.Raw = msgspec.field(default_factory=_null)
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class GenerationBody(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common. null means absent in every field."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop_strings: str | tuple[str, ...] | None = msgspec.field(default=None, name="stop")
+    # Parameters of vLLM
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
+    include_stop_string: bool | None = msgspec.field(
+        default=None, name="include_stop_str_in_output"
+    )
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    return_tokens_as_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # OpenAI has it for chats, vLLM for text completions, too.
+    response_format: ResponseFormat | None = None
+
+
+class ChatTemplateBody(msgspec.Struct, kw_only=True):
+    """A conversation and how it becomes text."""
+
+    model: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    template: str | None = msgspec.field(default=None, name="chat_template")
+    template_kwargs: dict[str, Any] | None = msgspec.field(
+        default=None, name="chat_template_kwargs"
+    )
+    tools: list[ToolOfBody] | None = None
+
+
+class TokenizeBody(ChatTemplateBody, kw_only=True):
+    """POST /tokenize: a prompt or messages."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    prompt: tuple[int, ...] = msgspec.field(name="tokens")
+
+
+class ChatBody(GenerationBody, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    template: str | None = msgspec.field(default=None, name="chat_template")
+    template_kwargs: dict[str, Any] | None = msgspec.field(
+        default=None, name="chat_template_kwargs"
+    )
+    tools: list[ToolOfBody] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
+
+class CompletionBody(GenerationBody, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[str | int | list[int]]
+    top_logprobs: int | None = msgspec.field(default=None, name="logprobs")
+    best_of: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "bad_words": ([],),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "modalities": (["text"],),
+    "prompt_embeds": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""Each parameter with the values that are accepted because they have no effect; null always is."""
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+_JSON_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "array": "an array",
+    "object": "an object",
+}
+_MISMATCH = re.compile(r"Expected `([a-z |]+)`")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_PATH = re.compile(r"`\$([\w.\[\]]*)`")
+_NAME = re.compile(r"\w{1,64}", re.ASCII)
+"""Client-chosen names that an error may repeat. Other names are not always valid in JSON."""
+
+
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+    """Returns the body as `kind`, and the sorted names of its parameters that have no effect.
+
+    Raises InvalidArgument for anything but a JSON object, for a wrong type, and for a parameter in
+    `REFUSED`, unless its value is null or listed there, or the body has it as a field.
+    """
+    refused = REFUSED if issubclass(kind, GenerationBody) else {}
+    applied = set(kind.__struct_encode_fields__)
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("the body is not valid UTF-8") from None
+    try:
+        parameters = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        given = {name for name, raw in parameters.items() if bytes(raw) != b"null"}
+        for name in sorted((given & refused.keys()) - applied):
+            if msgspec.json.decode(parameters[name]) not in refused[name]:
+                raise InvalidArgument(f"{name} is not supported", field=name)
+        parsed = msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError as error:
+        raise _mismatch(str(error)) from None
+    except msgspec.DecodeError:
+        raise _malformed(text) from None
+    except RecursionError:
+        raise InvalidArgument("the body is nested too deeply") from None
+    return parsed, tuple(sorted(given - refused.keys() - applied))
+
+
+def client_names(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Returns core's field names to those of a body, where they differ."""
+    pairs = zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True)
+    return {ours: theirs for ours, theirs in pairs if ours != theirs}
+
+
+def _mismatch(report: str) -> InvalidArgument:
+    """Translates msgspec's report of a value that does not fit its type."""
+    path = _PATH.search(report)
+    field = path[1].lstrip(".").removesuffix("[...]") if path else ""
+    if missing := _MISSING.search(report):
+        field = f"{field}.{missing[1]}".lstrip(".")
+        return InvalidArgument(f"{field} is required", field=field)
+    if "`key` in" in report:
+        return InvalidArgument(f"{field} must have integers as keys", field=field)
+    if expected := _MISMATCH.search(report):
+        types = [_JSON_TYPES.get(name, name) for name in expected[1].split(" | ") if name != "null"]
+        return InvalidArgument(f"{field or 'the body'} must be {' or '.join(types)}", field=field)
+    return InvalidArgument(f"{field or 'the body'} has a value out of range", field=field)
+
+
+def _malformed(text: str) -> InvalidArgument:
+    """Names the field that has NaN or an infinity, which are not JSON but which clients send."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    for name, part in value.items() if isinstance(value, dict) else ():
+        try:
+            json.dumps(part, allow_nan=False)
+        except (ValueError, RecursionError):
+            if _NAME.fullmatch(name):
+                return InvalidArgument(f"{name} must be a finite number", field=name)
+    return InvalidArgument("the body is not valid JSON")

@@ -1,0 +1,52 @@
+"""Translation that the APIs share: structured output to a Grammar, and errors back to the client's
+field names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.request.request import Grammar, GrammarKind
+
+ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+MAX_CHOICES = 1024
+
+_PREDICATES = ("must ", "cannot be ", "takes ")
+"""Beginnings of messages that describe their field without naming it."""
+
+
+def lark_or_gbnf(text: str) -> Grammar:
+    """Parses text as GBNF when it contains "::=", which only GBNF rules have, otherwise as Lark."""
+    return Grammar(GrammarKind.GBNF if "::=" in text else GrammarKind.LARK, text)
+
+
+def choice(texts: Sequence[str], field: str) -> Grammar:
+    """Returns a grammar of one of several texts. Raises InvalidArgument naming the field."""
+    if not texts:
+        raise InvalidArgument(f"{field} must have at least one text", field=field)
+    if len(texts) > MAX_CHOICES:
+        raise InvalidArgument(f"{field} must have at most {MAX_CHOICES} texts", field=field)
+    if not all(texts):
+        raise InvalidArgument(f"{field} must not have an empty text", field=field)
+    return Grammar(GrammarKind.REGEX, "|".join("".join(map(_literal, text)) for text in texts))
+
+
+def _literal(character: str) -> str:
+    """Returns a regular expression that matches this character."""
+    plain = character.isascii() and character.isalnum()
+    return character if plain else rf"\x{{{ord(character):X}}}"
+
+
+def in_client_words(error: BatonError, names: Mapping[str, str]) -> BatonError:
+    """Returns the error with the client's name of the field, also in its message.
+
+    names: core's field names to the client's, where they differ.
+    """
+    name, message = names.get(error.field, error.field), error.message
+    if error.field and message.startswith(error.field):
+        message = name + message.removeprefix(error.field)
+    elif name and message.startswith(_PREDICATES):  # from a process that does not name the field
+        message = f"{name} {message}"
+    worded = type(error)(message, field=name, retry_after_s=error.retry_after_s)
+    worded.request_id = error.request_id
+    return worded

@@ -1,0 +1,284 @@
+"""The gauges of a router: its requests, its workers, and the number of workers that it wants.
+
+Gauges are read from a callable at every scrape, so they are never outdated. Running and waiting
+requests are this router's own, so a sum over routers counts each request once. Workers report the
+work of all routers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import monotonic
+
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerSpeed
+from batonlm.core.routing.scaling import (
+    Bounds,
+    DecodeSignals,
+    PrefillSignals,
+    ScalingPolicy,
+    ScalingRule,
+)
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.workers.discovery import Replicas
+from batonlm.router.workers.fleet import Fleet
+from batonlm.rpc.metrics import (
+    LEAKS,
+    REGISTRY,
+    REQUESTS_OPEN,
+    VLLM_CACHE_CONFIG,
+    VLLM_KV_USAGE,
+    VLLM_RUNNING,
+    VLLM_WAITING,
+    WORKERS,
+    GaugeReader,
+    Spec,
+    gauge,
+    totals,
+)
+
+QUEUED = Spec("baton_queued_requests", "Requests that were let in and wait for their turn.")
+QUEUED_TOKENS = Spec("baton_queued_tokens", "What requests that wait are expected to come to.")
+CONCURRENCY_LIMITER = Spec(
+    "baton_flight_window_tokens", "Tokens that may be with workers without a first token."
+)
+LOOP_STALLS = Spec(
+    "baton_loop_stalls_total",
+    "Times that the event loop did not come round for half a second: stopped, or without CPU.",
+)
+LOOP_STALLED = Spec(
+    "baton_loop_stalled_seconds_total", "Time in which the event loop did not come round."
+)
+REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
+INDEX_UNITS = Spec(
+    "baton_prefix_index_units",
+    "Cached units of 64 tokens known of the workers of a role.",
+    ("role",),
+)
+CACHE_GAPS = Spec(
+    "baton_cache_event_gaps_total", "How often cache events of a worker were missing.", ("role",)
+)
+STANDBYS = Spec(
+    "baton_standbys", "Ready workers that stand by, and whether they get work.", ("role", "state")
+)
+POOL_TARGETS = Spec(
+    "baton_pool_target_workers",
+    "How many workers the rule of core/scaling asks for, by what this router sees.",
+    ("role",),
+)
+
+Readers = dict[Spec, GaugeReader]
+
+
+class RouterUse:
+    """The current work of a router's requests and of its decode workers. Counters are by model
+    name."""
+
+    def __init__(self, pipeline: Pipeline, fleet: Fleet) -> None:
+        self._pipeline = pipeline
+        self._fleet = fleet
+
+    def waiting(self) -> Counter[str]:
+        """Requests that wait for workers."""
+        return Counter(entry.item.kind[0] for entry in self._pipeline.gate.queue)
+
+    def running(self) -> Counter[str]:
+        """Requests that have workers."""
+        running, queued = self._pipeline.running_by_model(), self.waiting()
+        return Counter({name: max(0, running[name] - queued[name]) for name in running})
+
+    def decodes(self) -> Iterator[tuple[str, WorkerDescription, WorkerLoad]]:
+        """Decode workers that have reported, each with its model's name."""
+        for worker in self._fleet.decodes.workers():
+            if worker.load is not None and worker.description.num_blocks:
+                yield worker.model.name, worker.description, worker.load
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait at workers to be computed."""
+        pools = (self._fleet.prefills, self._fleet.decodes)
+        loads = [worker.load for pool in pools for worker in pool.workers()]
+        return sum(load.waiting_tokens for load in loads if load is not None)
+
+
+def watch(
+    pipeline: Pipeline,
+    fleet: Fleet,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    replicas: Replicas,
+) -> list[Callable[[], None]]:
+    """Reads all gauges at every scrape, until the returned functions are called."""
+    gate = pipeline.gate
+    caches = {
+        pool.role: pool.index for pool in (fleet.prefills, fleet.decodes) if pool.index is not None
+    }
+    readers: Readers = {
+        REQUESTS_OPEN: lambda: {(): pipeline.num_requests},
+        LEAKS: lambda: leaks(pipeline.num_requests, pipeline.held),
+        QUEUED: lambda: {(): len(gate.queue)},
+        QUEUED_TOKENS: lambda: {(): gate.queue.tokens},
+        CONCURRENCY_LIMITER: lambda: {(): gate.dispatcher.window.limit},
+        REPLICAS: lambda: {(): replicas.live_replicas()},
+        WORKERS: lambda: {
+            (pool.role, state): number
+            for pool in fleet.pools
+            for state, number in pool.states().items()
+        },
+        STANDBYS: lambda: {
+            (pool.role, state): number
+            for pool in (fleet.prefills, fleet.decodes)
+            for state, number in pool.standbys().items()
+        },
+        INDEX_UNITS: lambda: {(role,): len(index) for role, index in caches.items()},
+        **vllm_readers(pipeline, fleet),
+    }
+    if config.target_first_token_ms:
+        readers[POOL_TARGETS] = pool_targets(pipeline, fleet, config, metrics, replicas).read
+    counts: Readers = {
+        CACHE_GAPS: lambda: {(role,): index.gaps for role, index in caches.items()},
+        LOOP_STALLS: lambda: {(): fleet.awake.stalls},
+        LOOP_STALLED: lambda: {(): fleet.awake.stalled_s},
+    }
+    stops = [gauge(spec, read, REGISTRY) for spec, read in readers.items()]
+    return stops + [totals(spec, read, REGISTRY) for spec, read in counts.items()]
+
+
+def leaks(num_requests: int, held: Mapping[str, int]) -> dict[tuple[str, ...], float]:
+    """Returns what requests hold, by kind, when there are no requests, which is a leak. Just after
+    the last request it may include what is being freed."""
+    return {(kind,): 0 if num_requests else number for kind, number in held.items()}
+
+
+def vllm_readers(pipeline: Pipeline, fleet: Fleet) -> Readers:
+    """Returns a router's own load and its decode pool's memory under vLLM's names. KV covers all
+    decode workers, because every router uses them all."""
+    use = RouterUse(pipeline, fleet)
+
+    def by_model(counted: Counter[str]) -> dict[tuple[str, ...], float]:
+        models = {model.name for model in pipeline.models()}
+        return {(model,): counted[model] for model in models | counted.keys()}
+
+    def usage() -> dict[tuple[str, ...], float]:
+        blocks, free = Counter[str](), Counter[str]()
+        for model, description, load in use.decodes():
+            blocks[model] += description.num_blocks
+            free[model] += load.free_blocks
+        return {(model,): 1 - free[model] / blocks[model] for model in blocks}
+
+    def cache_config() -> dict[tuple[str, ...], float]:
+        blocks = Counter[tuple[str, int]]()
+        for model, description, _ in use.decodes():
+            blocks[model, description.block_size] += description.num_blocks
+        return {(model, str(size), str(count)): 1 for (model, size), count in blocks.items()}
+
+    return {
+        VLLM_RUNNING: lambda: by_model(use.running()),
+        VLLM_WAITING: lambda: by_model(use.waiting()),
+        VLLM_KV_USAGE: usage,
+        VLLM_CACHE_CONFIG: cache_config,
+    }
+
+
+MOST = 1000
+"""More workers than any fleet has; autoscalers have bounds of their own."""
+
+PROMPT = 1024
+"""Prompt tokens from which the time per token is computed."""
+
+Snapshots = Callable[[], Sequence[WorkerSnapshot]]
+
+
+def pool_targets(
+    pipeline: Pipeline,
+    fleet: Fleet,
+    config: RouterConfig,
+    metrics: RouterMetrics,
+    replicas: Replicas,
+) -> PoolTargets:
+    """Returns the targets for `baton_pool_target_workers`."""
+    policy = ScalingPolicy(
+        config.target_first_token_ms / 1000,
+        config.target_between_tokens_ms / 1000,
+        lead_s=config.target_startup_s,
+        # The autoscaler keeps a pool's past needs itself.
+        hold_s=0.0,
+    )
+    return PoolTargets(
+        policy,
+        fleet.prefills.snapshots,
+        fleet.decodes.snapshots,
+        lambda: (entry.item.input_tokens for entry in pipeline.gate.queue),
+        lambda: metrics.num_prompt_tokens,
+        replicas.live_replicas,
+        monotonic,
+    )
+
+
+class PoolTargets:
+    """The workers of each pool that `ScalingRule` wants, from what this router sees.
+
+    It starts and stops no worker; an autoscaler (an HPA, KEDA) does. It samples whenever it is
+    read, so it must be read regularly to see growth. Every other router is assumed to receive, and
+    to have waiting, as much as this one; workers report what they hold.
+    """
+
+    def __init__(
+        self,
+        policy: ScalingPolicy,
+        prefills: Snapshots,
+        decodes: Snapshots,
+        waiting: Callable[[], Iterable[int]],
+        arrived: Callable[[], float],
+        routers: Callable[[], int],
+        now: Callable[[], float],
+    ) -> None:
+        """waiting: input tokens of each attempt that waits here. arrived: prompt tokens so far.
+        routers: the number of live routers. now: in seconds, monotonic."""
+        self._rule = ScalingRule(policy, Bounds(0, MOST), Bounds(1, MOST))
+        self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
+        self._arrived, self._routers, self._now = arrived, routers, now
+        self._arrived_tokens = arrived()
+        self._arrived_s = 0.0
+
+    def read(self) -> dict[tuple[str, ...], float]:
+        """Returns the targets by pool, without pools about which nothing is known yet."""
+        now, prefills, decodes = self._now(), self._prefills(), self._decodes()
+        found: dict[tuple[str, ...], float] = {}
+        # Without a prefill worker, decode workers know how long prompts take.
+        speed = _speed(prefills) or _speed(decodes)
+        if speed is not None:
+            found["prefill",] = float(self._rule.prefill(now, self._prefill(prefills, speed)))
+        if decodes:
+            found["decode",] = float(self._rule.decode(now, _decode(decodes)))
+        return found
+
+    def _prefill(self, workers: Sequence[WorkerSnapshot], speed: WorkerSpeed) -> PrefillSignals:
+        routers, tokens = self._routers(), self._arrived()
+        came = routers * (tokens - self._arrived_tokens)
+        self._arrived_tokens = tokens
+        self._arrived_s += came * speed.queue_s(PROMPT, 1) / PROMPT
+        waiting = list(self._waiting())
+        queued = routers * sum(waiting) + sum(one.load.waiting_tokens for one in workers)
+        prompts = routers * len(waiting) + sum(one.load.waiting_sequences for one in workers)
+        return PrefillSignals(self._arrived_s, speed.queue_s(queued, prompts))
+
+
+def _speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed | None:
+    """Returns the speed of the median worker."""
+    known = [one.load.speed for one in workers if one.load.speed.prefills]
+    known.sort(key=lambda speed: speed.queue_s(PROMPT, 1))
+    return known[len(known) // 2] if known else None
+
+
+def _decode(workers: Sequence[WorkerSnapshot]) -> DecodeSignals:
+    """Returns the total that all workers hold, and the median worker."""
+    known = sorted((one.load.speed for one in workers), key=lambda speed: speed.step_s)
+    return DecodeSignals(
+        sum(one.load.running_sequences + one.load.waiting_sequences for one in workers),
+        sum((one.num_blocks - one.load.free_blocks) * one.block_size for one in workers),
+        known[len(known) // 2],
+        min(one.num_blocks * one.block_size for one in workers),
+        min(one.max_sequences for one in workers),
+    )

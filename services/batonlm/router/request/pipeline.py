@@ -1,0 +1,449 @@
+"""The pipeline of every request; the only place that starts one.
+
+reserve bytes → precheck → validate → admit → prepare (`preparation`) → RequestRunner (`runner`:
+queue, attempts on prefill and decode, tokens to text) → EventStream
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from batonlm.core.admission.admission import Holding
+from batonlm.core.admission.tenant_budgets import Refusal
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import BatonError, DeadlineExceeded, Unavailable
+from batonlm.core.observe.request_record import RequestRecord
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.request import Event, Request
+from batonlm.core.request.validation import validate
+from batonlm.core.routing.failures import RetryBudget
+from batonlm.router.config import RouterConfig
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.records import Records, UsageSink
+from batonlm.router.observe.stage_timer import StageTimer, trace_of
+from batonlm.router.request.admission import AdmissionController, RequestContext, RouterServices
+from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
+from batonlm.router.request.preparation import Preparation, Prepared
+from batonlm.router.request.runner import RequestRunner
+from batonlm.router.workers.fleet import Fleet
+from batonlm.router.workers.tokenizers import EncodedPrompt
+from batonlm.rpc.tracing import OFF, Tracer, now
+
+COALESCE_ABOVE_CORES = 0.6
+"""CPU load in cores above which tokens of a stream are coalesced."""
+
+
+def left() -> BatonError:
+    """Returns the error of requests that end or are refused because their router shuts down."""
+    return Unavailable("This router is leaving.", retry_after_s=1.0)
+
+
+RETRY_SHARE = 0.1
+"""Retries of requests without tokens that were lost by a worker, per request started. A tenth adds
+a tenth of load at most when every worker fails, as in gRPC's and Envoy's retry budgets."""
+
+RETRIES_PER_S = 10.0
+"""Retries per second of requests without tokens, in addition to the share of started requests."""
+
+RETRY_BURST = 100
+"""Most of these retries at once: a dying worker loses about so many requests that have no token."""
+
+
+class EventStream(AsyncIterator[Event]):
+    """The events of one request for its client: Accepted, deltas, Finished.
+
+    There is no queue: when the next event is read, all that is new becomes one delta per choice. A
+    slow reader gets fewer, larger deltas, as do all clients while the router is too busy to send
+    each token by itself.
+
+    `aclose` may be called at any time, and more than once.
+    """
+
+    def __init__(
+        self,
+        runner: RequestRunner,
+        task: asyncio.Task[None],
+        made: Prepared,
+        on_first_token: Callable[[], None],
+    ) -> None:
+        """runner, task: of the request, which this object cancels."""
+        self._runner = runner
+        self._task = task
+        self._events: deque[Event] = deque([made.accepted])
+        self._on_first_token = on_first_token
+        self._parts = made.parts
+        self._began = False
+        self._ended = False
+
+    async def __anext__(self) -> Event:
+        """Returns the next event. Raises BatonError when the request failed, after all earlier
+        events."""
+        while not self._events:
+            if self._ended:
+                raise StopAsyncIteration
+            over = self._task.done()
+            if self._collect():
+                break
+            if over:
+                self._ended = True
+                self._raise_failure()
+                reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
+                return self._runner.finished(reasoning_tokens)
+            await self._runner.news.wait()
+            early_s = self._runner.coalescer.early_s
+            if early_s > 0:
+                # Waits for more tokens for the next event; the end of an answer is not delayed.
+                await asyncio.wait((self._task,), timeout=early_s)
+        return self._events.popleft()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in a prefix cache, known with its first
+        token."""
+        return self._runner.cached_tokens
+
+    def call_off(self) -> None:
+        """Cancels the request if it still runs. Deltas that have arrived are returned before
+        Cancelled is raised."""
+        self._runner.cancel()
+
+    async def aclose(self) -> None:
+        """Ends the request if it still runs; returns when all its resources are released."""
+        self._ended = True
+        self._events.clear()
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _raise_failure(self) -> None:
+        """Raises the failure of the task, which is over."""
+        if self._task.cancelled():
+            # Cancelled by the router's shutdown: readers end a request through `aclose`.
+            error = left()
+            error.request_id = self._runner.context.request_id
+            raise error
+        try:
+            self._task.result()
+        except BatonError as error:
+            error.request_id = self._runner.context.request_id
+            raise
+
+    def _collect(self) -> bool:
+        """Collects what is new of every choice; returns whether there is anything."""
+        for output in self._runner.outputs:
+            delta = output.take_delta()
+            if delta is not None:
+                parts = self._parts
+                self._events.append(parts[delta.choice].of(delta) if parts else delta)
+        if not self._events:
+            return False
+        self._runner.coalescer.emitted()
+        if not self._began and self._runner.state.started:
+            self._began = True
+            self._on_first_token()
+        return True
+
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """Runs requests on a fleet. The creator of the fleet starts and closes it."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RouterConfig,
+        metrics: RouterMetrics,
+        live_replicas: Callable[[], int] = lambda: 1,
+        tracer: Tracer = OFF,
+        usage: UsageSink | None = None,
+    ) -> None:
+        """live_replicas: returns the routers that share tenants' limits, including this one."""
+        self._fleet = fleet
+        self._tracer = tracer
+        self._config = config
+        self._metrics = metrics
+        self.gate = AdmissionController(fleet, config, metrics, live_replicas)
+        self.records = Records(config, usage)
+        self.services = RouterServices(
+            fleet,
+            config,
+            metrics,
+            self.gate.dispatcher,
+            RetryBudget(share=RETRY_SHARE, per_s=RETRIES_PER_S, most=RETRY_BURST),
+            LoadMonitor(COALESCE_ABOVE_CORES),
+            DeferredCalls(),
+            self._keep,
+        )
+        self._preparation = Preparation(self.services)
+        self._num_requests = 0
+        self._leaving = False
+        self.draining = False
+        """Whether requests are refused because this router shuts down."""
+        self._cut = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._preparing: set[asyncio.Timeout] = set()
+        self._runners: set[RequestRunner] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were admitted and have not ended."""
+        return self._num_requests
+
+    @property
+    def held(self) -> dict[str, int]:
+        """What requests hold of this router and on workers, by kind; each is 0 when there are no
+        requests."""
+        pools = (self._fleet.prefills, self._fleet.decodes, self._fleet.detokenizers)
+        workers = [worker for pool in pools for worker in pool.workers()]
+        return {
+            **self.gate.held,
+            "placed_sequences": sum(worker.placed_sequences for worker in workers),
+            "placed_tokens": sum(worker.placed_tokens for worker in workers),
+            "suspects": len(self.services.quarantine.taken),
+        }
+
+    def running_by_model(self) -> Counter[str]:
+        """Requests with encoded prompts that have not ended, including those that wait for
+        workers."""
+        return Counter(runner.model.name for runner in self._runners)
+
+    def models(self) -> list[ModelDescription]:
+        """The models that can be requested now."""
+        return self._preparation.models()
+
+    def ready(self) -> bool:
+        """Whether requests should be sent here: they would be accepted and could be answered
+        now."""
+        return not self._leaving and self._fleet.ready
+
+    def turn_away(self, tenant: Tenant, priority: int) -> None:
+        """Raises BatonError when any request of the tenant would be refused now, so that this one
+        need not be read. priority: the most urgent that the request may have."""
+        self._check_open()
+        self.gate.precheck(tenant, priority)
+
+    def receive(self, tenant: Tenant, size: int) -> Holding:
+        """Reserves room for this many bytes of a tenant's request, which the caller releases. It
+        comes first on every route, if possible before the bytes are read. Raises BatonError."""
+        self._check_open()
+        return self.gate.receive(tenant, size)
+
+    @contextmanager
+    def reading(self, tenant: Tenant) -> Iterator[None]:
+        """Wraps the code that reads a request. A request that cannot be read is the client's fault
+        and counts as one."""
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception:
+            self.gate.fault(tenant)
+            raise
+
+    async def open(self, request: Request, holding: Holding | None = None) -> EventStream:
+        """Starts a request; returns when its first attempt has workers. Raises BatonError when the
+        request is refused or fails earlier; it then holds nothing.
+
+        holding: the room of its bytes, which this request takes over; None: it is reserved here.
+        The caller closes the stream, also when the client is gone.
+        """
+        loop = asyncio.get_running_loop()
+        arrival, began = loop.time(), now()
+        stages = StageTimer(began, trace_of(self._tracer, request, began))
+        try:
+            with self.reading(request.tenant):
+                validate(request)
+            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
+            context = self._admit(request, stages, deadline, holding)
+        except BaseException as refusal:
+            stages.over(refusal)
+            self._metrics.over(request, "", refusal, stages.times())
+            raise
+        self.records.begin(request, context.request_id, stages)
+        try:
+            made = await self._prepare(context)
+        except BaseException as failure:
+            self._end(context, failure)
+            raise
+        runner = made.runner
+
+        def observe_first_token() -> None:
+            stages.first_text_ready()
+            self._metrics.first_token(request.tenant, loop.time() - arrival)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._runners.discard(runner)
+            self._metrics.request_s.observe(loop.time() - arrival)
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._end(context, error, runner)
+
+        task = self._keep(runner.run())
+        self._runners.add(runner)
+        task.add_done_callback(ended)
+        if self._cut:
+            runner.fail(left())
+        stream = EventStream(runner, task, made, observe_first_token)
+        try:
+            await context.placed.wait()
+            if not context.was_placed and task.cancelled():
+                raise left()
+            if not context.was_placed:
+                task.result()
+        except BaseException as failure:
+            if isinstance(failure, Refusal):
+                self._metrics.refused(failure.limit, request.tenant)
+            await stream.aclose()
+            raise
+        return stream
+
+    async def _prepare(self, context: RequestContext) -> Prepared:
+        """Raises BatonError."""
+        try:
+            async with asyncio.timeout_at(context.deadline) as preparing:
+                self._preparing.add(preparing)
+                try:
+                    return await self._preparation.prepare(context)
+                finally:
+                    self._preparing.discard(preparing)
+        except TimeoutError:
+            if self._cut:
+                raise left() from None
+            raise DeadlineExceeded("The request ran out of time.") from None
+
+    def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
+        """Returns the record of an admitted request: the tenant's own, or any for an operator.
+        Raises NotFound."""
+        return self.records.find(request_id, tenant)
+
+    async def tokenize(
+        self,
+        request: Request,
+        holding: Holding | None = None,
+        on_names: Callable[[Sequence[str]], None] | None = None,
+    ) -> tuple[EncodedPrompt, ModelDescription]:
+        """Returns a request's prompt as tokens, and the model. on_names: receives the tokens' names
+        in the vocabulary, in parts. holding: the room of the request's bytes, which stays the
+        caller's, because such an answer is larger than its request. Raises BatonError."""
+
+        return await self._text_only(
+            request, holding, lambda context: self._preparation.tokenize(context, on_names)
+        )
+
+    async def detokenize(self, request: Request, holding: Holding | None = None) -> str:
+        """Returns the text of a request's TokenPrompt, including special tokens. holding: as in
+        `tokenize`. Raises BatonError."""
+        return await self._text_only(request, holding, self._preparation.detokenize)
+
+    async def _text_only(
+        self,
+        request: Request,
+        holding: Holding | None,
+        work: Callable[[RequestContext], Awaitable[T]],
+    ) -> T:
+        """Runs a request that needs only a tokenizer; it is admitted as others are."""
+        error: BaseException | None = None
+        with self.reading(request.tenant):
+            validate(request)
+        deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
+        stages, own = StageTimer(now()), holding and holding.none()
+        context = self._admit(request, stages, deadline, own, generates=False)
+        try:
+            return await work(context)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            context.release(0, error)
+            self._release_one()
+            self._metrics.ended(error, request.tenant)
+
+    def leave(self) -> None:
+        """Reports not ready from now on; requests are still accepted, because clients may not have
+        noticed."""
+        self._leaving = True
+
+    async def drain(self) -> None:
+        """Stops accepting requests; returns when the running ones have ended."""
+        self._leaving = self.draining = True
+        await self._idle.wait()
+
+    def cut(self) -> None:
+        """Ends all running requests with a retryable error."""
+        self._leaving = self.draining = self._cut = True
+        for preparing in self._preparing:
+            preparing.reschedule(asyncio.get_running_loop().time())
+        for runner in self._runners:
+            runner.fail(left())
+
+    async def close(self) -> None:
+        """Cancels all running requests."""
+        self.cut()
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(self._tasks)
+        self.services.deferred_calls.close()
+        await self._preparation.close()
+        await self.gate.close()
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise left()
+
+    def _admit(
+        self,
+        request: Request,
+        stages: StageTimer,
+        deadline: float,
+        holding: Holding | None,
+        *,
+        generates: bool = True,
+    ) -> RequestContext:
+        self._check_open()
+        context = self.gate.open(request, stages, deadline, holding, generates=generates)
+        self._num_requests += 1
+        self._idle.clear()
+        return context
+
+    def _end(
+        self,
+        context: RequestContext,
+        error: BaseException | None,
+        runner: RequestRunner | None = None,
+    ) -> None:
+        """Ends the request. runner: None when it was never ready to run."""
+        stages, tenant, model = context.stages, context.request.tenant, ""
+        logs = runner.state.logs if runner is not None else ()
+        num_tokens = sum(map(len, logs))
+        context.release(num_tokens, error)
+        if isinstance(error, BatonError):
+            error.request_id = context.request_id
+        if runner is not None:
+            model = runner.model.name
+            if stages.record is not None:
+                stages.record.runs_on(runner.model)
+        stages.over(error, logs, runner.cached_tokens if runner is not None else 0)
+        self.records.end(stages)
+        self._release_one()
+        times = stages.times()
+        self._metrics.spent(tenant, times, num_tokens)
+        self._metrics.over(context.request, model, error, times, logs)
+        self._metrics.ended(error, tenant)
+
+    def _release_one(self) -> None:
+        self._num_requests -= 1
+        if self._num_requests == 0:
+            self._idle.set()
+
+    def _keep(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,395 @@
+"""Prepares an admitted request: from the Request to a RequestRunner that is not started yet.
+
+choose the model → encode → check the model's limits → draw the seed → settle the admission charge →
+score the prompt, if requested → RequestRunner
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound, Unavailable
+from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
+from batonlm.core.observe.request_record import Replay, packed
+from batonlm.core.observe.stages import Stage
+from batonlm.core.request.answers import AnswerDeltas, AnswerRules
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
+from batonlm.core.request.request import (
+    Accepted,
+    Request,
+    SamplingParams,
+    StopParams,
+    TextLogprob,
+    TextPrompt,
+    TokenLogprobs,
+    TokenPrompt,
+)
+from batonlm.core.request.request_state import RequestState
+from batonlm.core.routing.routing import models_of
+from batonlm.router.observe.stage_timer import StageTimer
+from batonlm.router.request.admission import RequestContext, RouterServices
+from batonlm.router.request.runner import RequestRunner
+from batonlm.router.request.texts import PROMPT_TAIL, Texts, TokenBytes
+from batonlm.router.workers.tokenizers import EncodedPrompt, Tokenizers
+from batonlm.rpc.convert import token_ids_to_bytes
+from batonlm.rpc.tracing import SCORE, now
+from batonlm.v1.detokenizer_pb2 import OpenText
+
+WORDED_AT_ONCE = 1024
+"""Log-probability entries that are converted to text before the event loop yields."""
+
+
+def check_size(request: Request, num_prompt: int) -> None:
+    """Raises InvalidArgument when the requested information about one prompt is too large."""
+    num_top = request.prompt_logprobs
+    if num_top is not None and entries_bytes(num_prompt, num_top) > MAX_BYTES:
+        most = MAX_BYTES // entries_bytes(1, num_top)
+        raise InvalidArgument(
+            f"prompt_logprobs with {num_top} alternatives are told of prompts of at most {most} "
+            f"tokens; this one has {num_prompt}.",
+            field="prompt_logprobs",
+        )
+
+
+async def _worded(
+    prompt: tuple[int, ...], found: PromptLogprobs, texts: dict[int, bytes]
+) -> tuple[TokenLogprobs, ...]:
+    def word(token_id: int, logprob: float) -> TextLogprob:
+        return TextLogprob(token_id, texts[token_id], logprob)
+
+    entries = [TokenLogprobs(word(prompt[0], 0.0))]
+    for token_id, entry in zip(prompt[1:], found.entries(), strict=True):
+        top = tuple(word(other, value) for other, value in entry.top)
+        entries.append(TokenLogprobs(word(token_id, entry.logprob), top))
+        if not len(entries) % WORDED_AT_ONCE:
+            await asyncio.sleep(0)
+    return tuple(entries)
+
+
+def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:
+    """Checks that prompt and output fit the model, and fills in the longest output. Raises
+    InvalidArgument."""
+    if num_prompt == 0:
+        raise InvalidArgument("The prompt has no tokens.", field="prompt")
+    room = model.max_model_len - num_prompt
+    if room < max(1, request.max_tokens or 0):
+        raise ContextLengthExceeded(
+            f"This model's context is {model.max_model_len} tokens: {num_prompt} of prompt and "
+            f"{request.max_tokens or 'at least 1'} of output do not fit.",
+            field="prompt" if room < 1 else "max_tokens",
+        )
+    max_tokens = room if request.max_tokens is None else request.max_tokens
+    if request.min_tokens > max_tokens:
+        raise InvalidArgument(
+            f"min_tokens must be at most {max_tokens}, the longest output.", field="min_tokens"
+        )
+    return StopParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+        stop_strings=request.stop_strings,
+        include_stop_string=request.include_stop_string,
+    )
+
+
+def check_vocabulary(request: Request, model: ModelDescription) -> None:
+    """Raises InvalidArgument for token ids outside the vocabulary, which a worker would use as
+    indices."""
+    fields = {
+        "stop_token_ids": request.stop_token_ids,
+        "allowed_token_ids": request.sampling.allowed_token_ids,
+        "logit_bias": tuple(token_id for token_id, _ in request.sampling.logit_bias),
+    }
+    for field, token_ids in fields.items():
+        if any(token_id >= model.vocab_size for token_id in token_ids):
+            raise InvalidArgument(
+                f"{field} must hold token ids below {model.vocab_size}.", field=field
+            )
+
+
+def truncated(
+    request: Request, prompt: tuple[int, ...], prefix_hashes: bytes, model: ModelDescription
+) -> tuple[tuple[int, ...], bytes]:
+    """Returns the prompt truncated as requested, and the hashes that still apply to it."""
+    most = request.truncate_prompt_tokens
+    if most == -1:
+        most = model.max_model_len - max(1, request.max_tokens or 1)
+    if most is None or most < 1 or len(prompt) <= most:
+        return prompt, prefix_hashes
+    if request.truncation_side == "right":
+        return prompt[:most], prefix_hashes[: most // UNIT_TOKENS * HASH_BYTES]
+    return prompt[-most:], b""
+
+
+NAMED_AT_ONCE = 4096
+"""Tokens whose names are requested together."""
+
+SEED_BITS = 53
+"""Bits of a drawn seed: every JSON reader represents them exactly."""
+
+
+class Prepared(NamedTuple):
+    """A request that is ready to run."""
+
+    runner: RequestRunner
+    accepted: Accepted
+    parts: tuple[AnswerDeltas, ...] = ()
+    """The splitter of each choice's deltas; empty: deltas are passed on unchanged."""
+
+
+class Preparation:
+    """Prepares the requests of one router."""
+
+    def __init__(self, services: RouterServices) -> None:
+        self._services = services
+        config = services.config
+        self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
+        self._tokenizers = Tokenizers(services.fleet, config, services.budget)
+
+    def models(self) -> list[ModelDescription]:
+        """The models that can be requested now."""
+        wanted = self._services.config.model
+        served = models_of(self._services.fleet.decodes.snapshots())
+        return [model for model in served if wanted in ("", model.name)]
+
+    async def prepare(self, context: RequestContext) -> Prepared:
+        """Raises BatonError."""
+        services, stages, request = self._services, context.stages, context.request
+        services.budget.started()
+        model = await self._model(context)
+        encoded = await self._tokenizers.encode(
+            request.prompt,
+            request.cache_salt,
+            model,
+            context.caller,
+            size=context.input_bytes,
+            grammar=request.grammar,
+            most_tokens=model.max_model_len if request.truncate_prompt_tokens is None else None,
+            on_turn=context.charge.encoding,
+            on_served=stages.served_by,
+        )
+        context.charge.encoded(encoded.too_many or len(encoded.token_ids))
+        if encoded.too_many:
+            resolve_stop(request, encoded.too_many, model)
+        answers = self._answer_rules.of(
+            request, encoded.answer_format, left_open=encoded.reasoning_open
+        )
+        if answers is not None and request.grammar is None:
+            request = context.request = replace(request, grammar=answers.grammar())
+            if request.grammar is not None:
+                await self._check_tools(context, encoded.token_ids[:1], model)
+        stages.reached(Stage.TURN)
+        prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
+        stop = resolve_stop(request, len(prompt), model)
+        check_vocabulary(request, model)
+        check_size(request, len(prompt))
+        context.controller.settle(context, len(prompt), stop)
+        seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
+        sampling = replace(request.sampling, seed=seed)
+        services.metrics.accepted(request.tenant, model.name, len(prompt))
+        first = Attempt(
+            context.request_id,
+            attempt=0,
+            choices=tuple(range(request.n)),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            stop=stop,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant.name,
+            weight=request.tenant.weight,
+            grammar=request.grammar,
+        )
+        accepted = Accepted(
+            context.request_id,
+            model.name,
+            len(prompt),
+            seed,
+            prompt if request.return_token_ids else (),
+            await self._echoed(context, prompt, model),
+            await self._score(context, first, model),
+            trace_id=stages.trace.context.trace_id,
+        )
+        stages.trace.accepted(accepted)
+        if stages.record is not None:
+            stages.record.accepted(accepted.model, len(prompt), stop)
+            if services.config.keep_replays:
+                stages.record.replay = Replay(
+                    model, packed(prompt), request.n, sampling, stop, request.grammar
+                )
+        opening = OpenText(
+            stop_strings=request.stop_strings,
+            include_stop_string=request.include_stop_string,
+            skip_special_tokens=request.skip_special_tokens,
+            kept_special_tokens=answers.markers if answers is not None else (),
+            prompt_tail_ids=token_ids_to_bytes(prompt[-PROMPT_TAIL:]),
+            min_tokens=request.min_tokens,
+            traceparent=stages.trace.context.traceparent,
+        )
+        runner = RequestRunner(
+            services,
+            context,
+            RequestState(first, services.config.max_attempts),
+            model,
+            opening,
+            prefix_hashes=hashes,
+            on_placed=context.on_placed,
+        )
+        parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
+        return Prepared(runner, accepted, parts)
+
+    async def tokenize(
+        self, context: RequestContext, on_names: Callable[[Sequence[str]], None] | None
+    ) -> tuple[EncodedPrompt, ModelDescription]:
+        """See `Pipeline.tokenize`. Raises BatonError."""
+        model = await self._model(context)
+        encoded = await self._tokenizers.encode(
+            context.request.prompt,
+            b"",
+            model,
+            context.caller,
+            size=context.input_bytes,
+            on_turn=context.charge.encoding,
+        )
+        ids = encoded.token_ids
+        context.charge.encoded(len(ids))
+        # In parts: all names of a long text at once would block the event loop.
+        for start in range(0, len(ids) if on_names is not None else 0, NAMED_AT_ONCE):
+            some = ids[start : start + NAMED_AT_ONCE]
+            names = await self._tokenizers.names(some, model, context.caller)
+            assert on_names is not None
+            on_names(names)
+        return encoded, model
+
+    async def detokenize(self, context: RequestContext) -> str:
+        """Returns the text of a request's TokenPrompt, including special tokens. Raises
+        BatonError."""
+        model = await self._model(context)
+        assert isinstance(context.request.prompt, TokenPrompt)
+        return await self._tokenizers.decode(
+            context.request.prompt.token_ids,
+            model,
+            context.caller,
+            skip_special_tokens=False,
+            on_turn=context.charge.encoding,
+        )
+
+    async def close(self) -> None:
+        """Stops the tokenizer queue. Waiting tasks are ended by their own requests."""
+        await self._tokenizers.close()
+
+    async def _check_tools(
+        self, context: RequestContext, shortest: tuple[int, ...], model: ModelDescription
+    ) -> None:
+        """Raises InvalidArgument (`tools`) when the tools yield no valid grammar.
+
+        The grammar depends on the prompt, so it is checked after encoding, with the shortest
+        prompt.
+        """
+        try:
+            await self._tokenizers.encode(
+                TokenPrompt(shortest),
+                b"",
+                model,
+                context.caller,
+                size=0,
+                grammar=context.request.grammar,
+            )
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"tools have parameters that cannot be followed: {error.message}", field="tools"
+            ) from error
+
+    async def _echoed(
+        self, context: RequestContext, prompt: tuple[int, ...], model: ModelDescription
+    ) -> str:
+        """Returns the prompt's text, if the request asks for it."""
+        request = context.request
+        if not request.echo:
+            return ""
+        if isinstance(request.prompt, TextPrompt) and request.truncate_prompt_tokens is None:
+            return request.prompt.text
+        return await self._tokenizers.decode(
+            prompt, model, context.caller, skip_special_tokens=request.skip_special_tokens
+        )
+
+    async def _score(
+        self, context: RequestContext, first: Attempt, model: ModelDescription
+    ) -> tuple[TokenLogprobs, ...]:
+        """Returns the log-probabilities of the prompt's tokens, if the request asks for them; the
+        first entry has no meaning.
+
+        They come from a separate run before the request's own, on the same fleet. It generates one
+        token that is discarded, reuses no cached KV, because the logits of every position are
+        needed, and leaves its own KV in the prefix cache for the run that follows.
+        """
+        num_top = context.request.prompt_logprobs
+        if num_top is None:
+            return ()
+        stages = StageTimer(now(), context.stages.trace.part(SCORE))
+        context = replace(context, request_id=f"{context.request_id}-prompt", stages=stages)
+        prompt = first.token_ids
+        scoring = replace(
+            first,
+            request_id=context.request_id,
+            choices=(0,),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=1, ignore_eos=True),
+            grammar=None,
+            prompt_logprobs=num_top,
+        )
+        runner = RequestRunner(
+            self._services,
+            context,
+            RequestState(scoring, self._services.config.max_attempts),
+            model,
+            OpenText(),
+            prefix_hashes=b"",
+            on_placed=lambda: None,
+        )
+        try:
+            await runner.run()
+            found = runner.prompt_logprobs
+            if found is None:
+                # The stream of the decode worker broke meanwhile, and only its token was sent
+                # again.
+                raise Unavailable("The prompt's log-probabilities were lost.", retry_after_s=1.0)
+            words = TokenBytes(chain(prompt, found.alternatives()))
+            digest = model.tokenizer_digest
+            await Texts(self._services, context, [words], digest, lambda _: None).keep()
+            return await _worded(prompt, found, words.spelled)
+        except BaseException as failure:
+            stages.over(failure)
+            raise
+        finally:
+            stages.over(None)
+
+    async def _model(self, context: RequestContext) -> ModelDescription:
+        """Returns the model to use; waits while there is no worker."""
+        name, config, fleet = context.request.model, self._services.config, self._services.fleet
+        if name and config.model and name != config.model:
+            raise ModelNotFound("There is no such model here.", field="model")
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + config.wait_timeout_s
+        while True:
+            models = self.models()
+            for model in models:
+                if name in ("", model.name):
+                    # Looks again: of one name there may be two models, and this request gets one of
+                    # them.
+                    return fleet.model_for(context.request_id, model.name) or model
+            if models:
+                raise ModelNotFound("There is no such model here.", field="model")
+            left = give_up - loop.time()
+            if left <= 0:
+                raise Unavailable("No worker is ready.", retry_after_s=1.0)
+            await fleet.changed.wait(left)

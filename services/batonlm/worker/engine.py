@@ -1,0 +1,148 @@
+"""Opens the runner for a worker's options, and reports the progress of loading.
+
+torch is imported only when a torch runner is opened, after the thread policy is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.engine.config import MIB, EngineConfig, configure_threads
+from batonlm.engine.ranks.processes import RankProcesses
+from batonlm.engine.ranks.runner import RankedRunner
+from batonlm.rpc.lifecycle import PARENT_VARIABLE
+from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.worker.options import DecodeConfig, WorkerOptions
+
+Loading = Callable[[int, int], None]
+"""Called as loading(loaded bytes, total bytes)."""
+
+OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
+"""Opens a worker's runner, on the engine's thread. `open_runner` is the real one."""
+
+_OPTION_NAMES = {
+    "kv_memory_bytes": "kv_memory_mib",
+    "swap_host_bytes": "swap_host_mib",
+    "swap_disk_bytes": "swap_disk_mib",
+    "max_batch": "max_running",
+    "max_step_tokens": "step_tokens",
+}
+"""The worker's options by the engine's fields, for error messages."""
+
+
+def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: None) -> ModelRunner:
+    """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason.
+
+    loading: called with the progress, besides the process's own report.
+    """
+    folder = Path(options.model)
+    digest = tokenizer_digest(folder) if folder.is_dir() else ""
+    try:
+        config = engine_config(options, digest)
+        if options.tensor_parallel * options.pipeline_parallel > 1:
+            return _open_ranks(options, config, _to_all(loading, _loading()))
+        configure_threads(options.threads)
+        from batonlm.engine.footprint import foresee
+        from batonlm.engine.runner import TorchRunner
+
+        # A model that cannot fit is refused before gigabytes are read.
+        foresee(config)
+        return TorchRunner.load(config, progress=_to_all(loading, _loading()))
+    except InvalidArgument as error:
+        if error.field not in _OPTION_NAMES:
+            raise
+        raise InvalidArgument(error.message, field=_OPTION_NAMES[error.field]) from error
+
+
+def _open_ranks(options: WorkerOptions, config: EngineConfig, progress: Loading) -> ModelRunner:
+    """Opens the ranks as processes. This process computes nothing itself, and loads no torch."""
+    tensor, stages = options.tensor_parallel, options.pipeline_parallel
+    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // (tensor * stages))
+    ranks = RankProcesses(tensor, threads, stages=stages, spin=bool(options.threads))
+    return RankedRunner.open(ranks, replace(config, threads=threads), progress)
+
+
+def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineConfig:
+    """The engine's part of a worker's options. Raises InvalidArgument."""
+    config = EngineConfig(
+        model=options.model,
+        model_name=options.model_name,
+        dtype=options.dtype,
+        device=options.device,
+        block_size=options.block_size,
+        kv_memory_bytes=options.kv_memory_mib * MIB,
+        memory_share=options.memory_share,
+        max_model_len=options.max_model_len,
+        max_batch=options.max_running,
+        # A decode step carries a token of every running sequence beside the prompts' tokens.
+        max_step_tokens=options.step_tokens + options.max_running,
+        exact=None if options.exact else False,
+        threads=options.threads,
+        quantize=options.quantize,
+        graphs=options.graphs,
+        decoder=options.decoder,
+        kv_wire_dtype=options.kv_wire_dtype,
+        tokenizer_digest=tokenizer_digest,
+    )
+    if not isinstance(options, DecodeConfig):
+        return config
+    return replace(
+        config,
+        swap_host_bytes=options.swap_host_mib * MIB,
+        swap_disk_bytes=options.swap_disk_mib * MIB,
+        swap_folder=options.swap_folder,
+    )
+
+
+def is_exact(runner: ModelRunner) -> bool:
+    """Whether a runner's tokens are independent of the rest of the batch."""
+    return bool(getattr(runner, "exact", True))
+
+
+def _to_all(*listeners: Loading) -> Loading:
+    def report(done: int, total: int) -> None:
+        for listener in listeners:
+            listener(done, total)
+
+    return report
+
+
+def _loading() -> Loading:
+    """Reports progress: to a supervisor as JSON lines on stdout, on a terminal as a bar on stderr,
+    otherwise only in the log.
+    """
+    if os.environ.get(PARENT_VARIABLE):
+        return lambda done, total: print(
+            json.dumps({"loading": done, "total": total}), file=sys.stdout, flush=True
+        )
+    return _bar() if sys.stderr.isatty() else _to_all()
+
+
+def _bar() -> Loading:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    progress = Progress(
+        TextColumn("loading weights"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+    )
+    task = progress.add_task("weights", total=None)
+
+    def show(done: int, total: int) -> None:
+        if not progress.live.is_started:
+            progress.start()
+        progress.update(task, completed=done, total=total)
+        if done >= total:
+            progress.stop()
+
+    return show

@@ -1,0 +1,155 @@
+"""The options of prefill and decode workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from batonlm.core.scheduler.policy import QueueLimit
+from batonlm.engine.config import CHOICES
+from batonlm.rpc.config import option
+from batonlm.rpc.options import ServingOptions
+
+MAX_WAITING = 1024
+"""Most prompts that wait: bounds a queue of tiny ones, where the tokens that may wait do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions(ServingOptions):
+    """What both roles share: model, memory and KV transport, and how a worker is served."""
+
+    REMOVED: ClassVar = ServingOptions.REMOVED | {
+        *(
+            "vllm_aliases",
+            "max_waiting",
+            "probe_interval_s",
+            "handover_timeout_s",
+            "slots",
+            "slot_mib",
+        )
+    }
+
+    dtype: str = option("auto", "number type of weights and KV", choices=CHOICES["dtype"])
+    kv_wire_dtype: str = option(
+        "auto",
+        "number type of KV that is handed over, the same on both sides; auto: the KV's own. A "
+        "narrower one moves fewer bytes and loses precision (fp8 is e4m3, values above 448 are cut "
+        "to it): tokens after a hand-over may then differ, in exact mode too",
+        choices=CHOICES["kv_wire_dtype"],
+    )
+    device: str = option(
+        "auto",
+        "where steps run: cpu; cuda, a GPU; cuda:N, the N-th that CUDA_VISIBLE_DEVICES allows; "
+        "GPU-UUID or MIG-UUID; auto: a GPU where there is one. Of several, workers of one machine "
+        "take the one that the fewest of them use",
+    )
+    threads: int = option(0, "torch threads; 0: all cores", unit="threads", minimum=0, maximum=1024)
+    tensor_parallel: int = option(
+        1,
+        "ranks among which each layer's heads, experts and the vocabulary are split; one GPU "
+        "each, or a share of this machine's cores. Threads are shared out, and exact holds among "
+        "workers of as many ranks",
+        unit="ranks", minimum=1, maximum=64,
+    )  # fmt: skip
+    pipeline_parallel: int = option(
+        1, "stages of consecutive layers, of tensor_parallel ranks each",
+        unit="stages", minimum=1, maximum=64,
+    )  # fmt: skip
+    exact: bool = option(True, "same tokens whatever runs beside them")
+    quantize: str = option(
+        "none",
+        "weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs",
+        choices=CHOICES["quantize"],
+    )
+    graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
+    decoder: str = option(
+        "auto",
+        "what computes layers; auto: the fused decoder for models that it covers, and else "
+        "transformers' own code",
+        choices=CHOICES["decoder"],
+    )
+    max_model_len: int = option(
+        0, "longest sequence; 0: the model's, or what the pool holds", unit="tokens", minimum=0
+    )
+    step_tokens: int = option(
+        0, "most prompt tokens of a step; 0: by device and model", unit="tokens", minimum=0
+    )
+    max_running: int = option(
+        0, "sequences at once, the pool takes no more memory than they need; 0: by device",
+        minimum=0, maximum=4096,
+    )  # fmt: skip
+    block_size: int = option(16, "positions of a block", unit="tokens", minimum=1, maximum=1024)
+    kv_memory_mib: int = option(
+        0, "memory for KV; 0: what memory_share has left", unit="MiB", minimum=0
+    )
+    memory_share: float = option(
+        0.0,
+        "of a GPU's memory, or of the host memory that is free at start, what weights, activations "
+        "and KV may take together; 0: by device",
+        minimum=0.0, maximum=1.0,
+    )  # fmt: skip
+    transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
+    kv_network: str = option(
+        "auto",
+        "what KV moves on; local: this machine's shared memory, isolated: a network that only "
+        "Baton's workers reach, trusted: one whose every user is trusted with this process's "
+        "memory; auto: local for a worker that is reached on loopback only, else refused",
+        choices=("auto", "local", "isolated", "trusted"),
+    )
+    ucx_transports: tuple[str, ...] = option(
+        (), "what UCX may use, as UCX_TLS names it; empty: what kv_network allows"
+    )
+    ucx_devices: tuple[str, ...] = option(
+        (), "network devices UCX may use, as UCX_NET_DEVICES names them; empty: all"
+    )
+    kv_staging: str = option(
+        "auto",
+        "where the buffers lie that KV passes on its way; device: in the GPU's memory; auto: "
+        "there, if the network can read it (GPUDirect, or the same machine), else in the host's",
+        choices=("auto", "host", "device"),
+    )
+    staging_mib: int = option(
+        0, "memory of these buffers; 0: 64 where KV is kept in the host, 512 on a GPU", unit="MiB",
+        minimum=0, maximum=65536,
+    )  # fmt: skip
+    standby: bool = option(
+        False,
+        "stand by with everything loaded: routers give it work only while another worker of its "
+        "role is missing",
+    )
+
+    @property
+    def queue_limit(self) -> QueueLimit:
+        """Refuses prompts while the prompt tokens of two steps wait, or MAX_WAITING prompts."""
+        return QueueLimit(2 * self.step_tokens, MAX_WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig(WorkerOptions):
+    """One prefill worker."""
+
+    # It preempts no sequence, so it swaps nothing.
+    REMOVED: ClassVar = WorkerOptions.REMOVED | {
+        *("order", "swap_host_mib", "swap_disk_mib", "swap_folder")
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(WorkerOptions):
+    """One decode worker."""
+
+    REMOVED: ClassVar = WorkerOptions.REMOVED | {"resume_window_s"}
+
+    inter_token_ms: float = option(
+        0.0,
+        "longest time between two tokens that admission and prefill chunks aim at; 0: none",
+        unit="ms",
+        minimum=0.0,
+    )
+    swap_host_mib: int = option(
+        256, "host memory for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_disk_mib: int = option(
+        0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
+    )
+    swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
