@@ -1,8 +1,9 @@
 """A KV chunk's fixed binary form, its seal and its verification.
 
-A KV chunk lies in a buffer as a 128-byte header followed by the payload. The header also travels on
-the Collect stream, from which alone it is taken where a buffer is in a device's memory: there the
-first 128 bytes are zero. It is little-endian:
+A KV chunk lies in a buffer as 128 bytes followed by the payload. Its header travels on the Collect
+stream. With xxh3-128 the 128 bytes are the header as well; with poly61 they are zero and mean
+nothing, because the header names the hand-over's id, from which all keys follow, and a buffer's
+bytes travel where they may be read. The header is little-endian:
 
     magic 4s | wire version u16 | digest kind u16 | instance id 16s | hand-over 16s | index u32
     | first position u32 | positions u32 | first layer u32 | layers u32 | first head u32 | heads u32
@@ -118,26 +119,26 @@ class Sealer:
         return header.payload_bytes > (4 << 20 if self._digest == XXH3 else 512 << 10)
 
     def seal(self, header: pb.KvChunkHeader, buffer: KvPayload) -> None:
-        """Sets the digest of the header and of the payload that lies in `buffer`, and in memory of
-        the host writes the header in front of it."""
+        """Sets the digest of the header and of the payload that lies in `buffer`, and the bytes in
+        front of the payload."""
         fields = self._sealed_fields(header)
         header.digest = self._digest_of(fields, header, buffer)
         if self._memory.in_host:
-            in_host(buffer)[:HEADER_BYTES] = fields + header.digest
+            # In a device's memory nothing but zeros was ever written there.
+            in_front = fields + header.digest if self._digest == XXH3 else bytes(HEADER_BYTES)
+            in_host(buffer)[:HEADER_BYTES] = in_front
 
     def mismatch(self, header: pb.KvChunkHeader, buffer: KvPayload) -> str:
         """What is wrong with the KV chunk in `buffer`, of which `header` is expected; "" when
         nothing.
 
-        "header": another KV chunk lies there. "digest": its bytes are not those that were sealed.
+        "header": another KV chunk lies there. "digest": its bytes are not those that were sealed,
+        which with poly61 includes another KV chunk's.
         """
         fields = self._sealed_fields(header)
-        if self._memory.in_host:
+        if self._digest == XXH3:
             found = bytes(in_host(buffer)[:HEADER_BYTES])
-            # A sender whose buffers are in a device's memory writes none; the digest covers it.
-            if found != bytes(HEADER_BYTES) and not hmac.compare_digest(
-                found, fields + header.digest
-            ):
+            if not hmac.compare_digest(found, fields + header.digest):
                 return "header"
         digest = self._digest_of(fields, header, buffer)
         return "" if hmac.compare_digest(digest, header.digest) else "digest"
