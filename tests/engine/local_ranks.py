@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from time import monotonic
 
 from torch import distributed
 
@@ -17,13 +16,18 @@ from batonlm.engine.ranks.link import Link
 from batonlm.engine.ranks.rank import Rank
 from batonlm.engine.ranks.runner import Place
 
+STOP_S = 5.0
+"""How long the threads, all together, may take to end."""
+
 
 class LocalRanks:
-    """See `Ranks`. Threads that are out of step are left behind, as daemons."""
+    """See `Ranks`. Threads that are out of step, and wait for another, are left behind as
+    daemons."""
 
     def __init__(self, tensor: int, stages: int = 1):
         self.tensor, self.stages = tensor, stages
-        self._folder = TemporaryDirectory(prefix="baton-ranks-")
+        self._store = distributed.HashStore()  # type: ignore[attr-defined]
+        self._threads: list[threading.Thread] = []
         self.steps: list[Link] = []
         self.copies: list[Link] = []
         for rank in range(tensor * stages):
@@ -31,20 +35,21 @@ class LocalRanks:
             self.steps.append(Link(pairs[0][0]))
             self.copies.append(Link(pairs[1][0]))
             theirs = Link(pairs[0][1]), Link(pairs[1][1])
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(rank, *theirs), name=f"rank-{rank}", daemon=True
-            ).start()
+            )
+            thread.start()
+            self._threads.append(thread)
 
     def close(self) -> None:
         for link in (*self.steps, *self.copies):
             link.close()
-        self._folder.cleanup()
+        end = monotonic() + STOP_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - monotonic()))
 
     def _serve(self, rank: int, steps: Link, copies: Link) -> None:
         place = Place(rank, self.tensor, self.stages)
-        store = distributed.FileStore(  # type: ignore[attr-defined]
-            str(Path(self._folder.name) / "store"), place.size
-        )
-        Rank(place, store, neighbours=place.size).serve(steps, copies)
+        Rank(place, self._store, neighbours=place.size).serve(steps, copies)
         steps.close()
         copies.close()

@@ -118,6 +118,22 @@ def test_a_pool_too_small_for_anyone_is_refused(options: dict[str, Any], field: 
     assert plan(model_len=100, num_blocks=7).max_model_len == 100
 
 
+@pytest.mark.parametrize(("model_len", "block_size", "least"), [(40, 16, 6), (1024, 256, 2)])
+def test_a_pool_too_small_for_the_check_at_load_is_refused(
+    model_len: int, block_size: int, least: int, tmp_path: Path
+) -> None:
+    folder = save_tiny_model("llama", tmp_path / "m", max_position_embeddings=model_len)
+
+    def load_with(num_blocks: int) -> TorchRunner:
+        config = EngineConfig(str(folder), block_size=block_size, num_blocks=num_blocks)
+        return TorchRunner.load(config)
+
+    with pytest.raises(InvalidArgument, match=f"takes {least}") as refused_by:
+        load_with(least - 1)
+    assert refused_by.value.field == "num_blocks"
+    load_with(least).close()
+
+
 def test_a_context_beyond_the_pool_is_refused_when_asked_for_and_else_shortened() -> None:
     error = refused(max_model_len=2048, kv_memory_bytes=MIB)
     assert error.field == "max_model_len"

@@ -17,6 +17,7 @@ import pytest
 
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
@@ -39,7 +40,7 @@ DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=11, top_logprobs=0)
 
 NAMES = [f"r{i}" for i in range(len(PROMPTS))]
 
-LoadRunner = Callable[..., TorchRunner]
+LoadRunner = Callable[..., ModelRunner]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def all_of_them() -> list[Attempt]:
     return [attempt(n, prompt, NEW_TOKENS) for n, prompt in zip(NAMES, PROMPTS, strict=True)]
 
 
-def alone(runner: TorchRunner, attempts: Iterable[Attempt]) -> Heard:
+def alone(runner: ModelRunner, attempts: Iterable[Attempt]) -> Heard:
     """Each run by itself, one after the other, nothing shared."""
     heard = Heard()
     for one in attempts:
@@ -117,7 +118,7 @@ def judge(runner_of: LoadRunner) -> Judge:
     return Judge(runner_of)
 
 
-def preempted(runner: TorchRunner, way: str, *, depth: int = 1) -> Heard:
+def preempted(runner: ModelRunner, way: str, *, depth: int = 1) -> Heard:
     """All of them where few have room at once."""
     loop = decode_loop(runner, FEW, depth=depth)
     heard = run(loop, all_of_them())
@@ -232,7 +233,7 @@ def test_choices_say_what_each_would_say_alone(
 class Crowd:
     """Random requests that come and go, on a pool that holds one or two of them."""
 
-    def __init__(self, runner: TorchRunner, sender: TorchRunner, *, seed: int, depth: int):
+    def __init__(self, runner: ModelRunner, sender: ModelRunner, *, seed: int, depth: int):
         self.numbers = random.Random(seed)
         self.loop = decode_loop(runner, FEW, depth=depth)
         self.sender = sender

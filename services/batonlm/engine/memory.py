@@ -20,6 +20,10 @@ from batonlm.engine.config import MIB, EngineConfig
 _LEAST_POSITIONS = 128
 """A pool that holds fewer is of no use, unless the model's longest sequence is even shorter."""
 
+CHECKED_POSITIONS = 45, 22
+"""Lengths of the prompts by which a model is checked at load, where it has that many positions. A
+pool has to hold them side by side."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -165,6 +169,13 @@ def plan_memory(
             f"a position takes {size(position)}",
             field=field,
         )
+    least = checked_blocks(model_len, config.block_size) * len(CHECKED_POSITIONS)
+    if plan.num_blocks < least:
+        raise InvalidArgument(
+            f"the pool would have {plan.num_blocks} blocks of {config.block_size} positions, which "
+            f"is too few: the check of a model at load takes {least}",
+            field=field,
+        )
     if config.max_model_len and plan.max_model_len < model_len:
         needed = blocks_for(model_len, config.block_size) * block_bytes
         raise InvalidArgument(
@@ -173,6 +184,11 @@ def plan_memory(
             field="max_model_len",
         )
     return plan
+
+
+def checked_blocks(model_len: int, block_size: int) -> int:
+    """Blocks of each prompt by which a model is checked at load."""
+    return blocks_for(min(max(CHECKED_POSITIONS), model_len), block_size)
 
 
 def size(count: int) -> str:

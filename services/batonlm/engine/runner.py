@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.handover.leaf_hash import WORD_BYTES
-from batonlm.core.kvcache.block_pool import Extents, blocks_for
+from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
 from batonlm.engine import selfcheck
@@ -42,7 +42,7 @@ from batonlm.engine.loader import (
     run_network,
     wire,
 )
-from batonlm.engine.memory import give_back_freed
+from batonlm.engine.memory import checked_blocks, give_back_freed
 from batonlm.engine.sampler import LastTokens, SampledStep, UnsampledStep
 from batonlm.engine.sampler_rows import TokenCounts
 
@@ -242,7 +242,7 @@ class TorchRunner:
         What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
         quantized are checked before, because after it logits are the model's no more.
         """
-        blocks = blocks_for(max(map(len, texts)), self.block_size)
+        blocks = checked_blocks(self.model.max_model_len, self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
         quantize, max_batch = config.quantize, config.max_batch

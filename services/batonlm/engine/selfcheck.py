@@ -18,11 +18,11 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.exact import NotExact
 from batonlm.engine.loader import UnsupportedModel
+from batonlm.engine.memory import CHECKED_POSITIONS
 
 Forward = Callable[[StepPlan], torch.Tensor]
 """Runs a plan and returns the sampled rows' logits [S, vocab]."""
 
-_LENGTHS = (45, 22)
 _CHUNK = 7
 _GREEDY = SamplingParams(temperature=0.0)
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
@@ -33,7 +33,7 @@ def prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
     numbers = random.Random(5)
     return [
         [numbers.randrange(vocab_size) for _ in range(min(length, max_model_len))]
-        for length in _LENGTHS
+        for length in CHECKED_POSITIONS
     ]
 
 
