@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -201,7 +201,7 @@ def check_plots(field: str = "plot") -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InvalidArgument("plots: pip install 'batonlm[bench]'", field=field) from None
+        raise InvalidArgument(f"plots: {install('bench')}", field=field) from None
 
 
 def draw(path: Path, charts: Sequence[Chart | Bars]) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton_loadtest import scenario_file, scenarios
 from batonlm.cli import access
 from batonlm.core.errors import InvalidArgument
 
@@ -25,7 +26,10 @@ def add_parser(subparsers: Any) -> None:
         description="Sends the requests of a scenario or a trace when they are due, whatever "
         "became of those before, and prints percentiles and goodput. See docs/loadtest.md.",
     )
-    parser.add_argument("scenario", metavar="SCENARIO.toml", type=Path, nargs="?")
+    parser.add_argument(
+        "scenario", metavar="SCENARIO", type=scenario_file, nargs="?",
+        help=f"a TOML file, or a bundled one: {', '.join(scenarios())}",
+    )  # fmt: skip
     faces = parser.add_mutually_exclusive_group()
     for face, default in DEFAULT_ADDRESSES.items():
         faces.add_argument(

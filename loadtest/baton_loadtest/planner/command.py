@@ -40,7 +40,7 @@ from baton_loadtest.planner.fleet import (
 from baton_loadtest.planner.measured import MeasuredSpeed, add_calibrate, asked, speed_of
 from baton_loadtest.report import Result, number
 from batonlm.cli.layout import resolve_model
-from batonlm.core.errors import ContextLengthExceeded, InvalidArgument
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, install
 from batonlm.core.request.model import KvLayout
 from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.policy import SchedulerPolicy
@@ -475,7 +475,7 @@ def _model(
     try:
         from baton_loadtest.planner.model import read
     except ImportError as error:
-        raise InvalidArgument("planning needs the engine: pip install 'batonlm[engine]'") from error
+        raise InvalidArgument(f"planning needs the engine: {install('engine')}") from error
     found = read(config, int(gpu.memory) if gpu else _MORE_THAN_ANY)
     _check_split(found.layout, found.facts, args)
     return found.facts, found.layout, found.memory

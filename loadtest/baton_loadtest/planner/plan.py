@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 from batonlm.cli.layout import resolve_model
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import EngineConfig, configure_threads
 from batonlm.engine.memory import size
 from batonlm.worker.hardware import sizes
@@ -96,7 +96,7 @@ def _memory(args: argparse.Namespace) -> int:
         from batonlm.engine.footprint import foresee, total_bytes, weights_bytes
         from batonlm.engine.loader import outline
     except ImportError as error:
-        raise InvalidArgument("planning needs the engine: pip install 'batonlm[engine]'") from error
+        raise InvalidArgument(f"planning needs the engine: {install('engine')}") from error
     free = None if args.memory_gib is None else int(args.memory_gib * GIB)
     model = outline(config)
     on_gpu = model.device.type == "cuda"

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from baton_loadtest import report, traces
+from baton_loadtest import SPEED, TRACE, report, scenario_file, traces
 from baton_loadtest.load import scenario
 from baton_loadtest.load.search import Range, Verdict, highest
 from baton_loadtest.planner.curves import MeasuredDecode, MeasuredPrefill, duration
@@ -295,12 +295,18 @@ def add_split_parser(kinds: Any) -> None:
     add = parser.add_argument
     add("--workers", type=int, required=True, metavar="N", help="of both roles together")
     asked = parser.add_argument_group("traffic")
-    which = asked.add_mutually_exclusive_group(required=True)
+    which = asked.add_mutually_exclusive_group()
     which.add_argument(
-        "--trace", type=Path, metavar="FILE", help="Mooncake's JSON lines or Azure's CSV"
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Mooncake's JSON lines or Azure's CSV (default: two minutes of bundled traffic)",
     )
     which.add_argument(
-        "--scenario", type=Path, metavar="FILE.toml", help="of `baton loadtest`, with one turn each"
+        "--scenario",
+        type=scenario_file,
+        metavar="FILE.toml",
+        help="of `baton loadtest`, with one turn each",
     )
     asked.add_argument("--skip-broken", action="store_true", help="broken lines of the trace")
     asked.add_argument(
@@ -319,7 +325,10 @@ def add_split_parser(kinds: Any) -> None:
         help="how many of 100 requests, and times between tokens, are to be within (default 99)",
     )  # fmt: skip
     speed = parser.add_argument_group("what workers can do: one of the two")
-    speed.add_argument("--speed", type=Path, metavar="FILE.json", help="see docs/simulator.md")
+    speed.add_argument(
+        "--speed", type=Path, metavar="FILE.json",
+        help="see docs/simulator.md (default: the bundled model on a core)",
+    )  # fmt: skip
     add_calibrate(speed)
     add(
         "--local-prefill-tokens", type=int, default=-1, metavar="N",
@@ -402,26 +411,24 @@ def explained(advice: Advice, splitting: Splitting, targets: Targets) -> list[st
 
 def _calibration(args: argparse.Namespace) -> Calibration:
     """Returns speeds with prefill curves: those of decode workers if the file has none."""
-    if bool(args.speed) == bool(args.calibrate):
+    if args.speed and args.calibrate:
         raise InvalidArgument(
-            "say what workers can do: either a file of speeds, or --calibrate with workers that "
-            "run, and not both",
-            field="speed",
+            "give a file of speeds, or --calibrate with running workers, not both", field="speed"
         )
     if args.calibrate:
         measured = asked(args)
         if not any(one.role == "prefill" for one in measured):
             raise InvalidArgument("names no prefill worker: it takes both", field="calibrate")
         return calibration_of(measured)
-    known = read_speeds(args.speed)
+    known = read_speeds(args.speed or SPEED)
     if known.prefill.speed == UNMEASURED:
         known = replace(known, prefill=known.decode)
     return known
 
 
 def _requests(args: argparse.Namespace) -> list[Request]:
-    if args.trace:
-        found = traces.read(args.trace, skip_broken=args.skip_broken)
+    if args.scenario is None:
+        found = traces.read(args.trace or TRACE, skip_broken=args.skip_broken)
         if found.broken:
             print(f"{len(found.broken)} broken lines were skipped", file=sys.stderr)
         return traced_requests(found.requests, Scale(1.0, args.lengths, 1, args.seconds))

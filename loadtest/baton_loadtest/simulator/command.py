@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from baton_loadtest import SPEED, TRACE
+
 if TYPE_CHECKING:
     from baton_loadtest.simulator.requests import Record
 
@@ -20,12 +22,13 @@ def add_parser(subparsers: Any) -> None:
         "routing policy, with steps that take as long as a file of measured speeds says.",
     )
     parser.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE",
-        help="Mooncake's JSON lines or Azure's CSV",
+        "--trace", type=Path, default=TRACE, metavar="FILE",
+        help="Mooncake's JSON lines or Azure's CSV (default: two minutes of bundled traffic)",
     )  # fmt: skip
     parser.add_argument(
-        "--speed", type=Path, required=True, metavar="FILE.json",
-        help="what the workers can do, see docs/simulator.md",
+        "--speed", type=Path, default=SPEED, metavar="FILE.json",
+        help="what the workers can do, see docs/simulator.md (default: the bundled model on a "
+        "core)",
     )  # fmt: skip
     parser.add_argument(
         "--prefill", type=int, default=0, metavar="N",

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from batonlm.cli.layout import resolve_model
-from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.errors import BatonError, InvalidArgument, install
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ def document(findings: Mapping[str, Finding]) -> dict[str, Any]:
     }
 
 
-ENGINE_ADVICE = "pip install 'batonlm[engine]'"
+ENGINE_ADVICE = install("engine")
 NIXL_TIMEOUT_S = 60.0
 MIN_SHM_BYTES = 256 << 20
 MIN_OPEN_FILES = 4096

@@ -20,7 +20,7 @@ import grpc
 
 from batonlm.cli import checks
 from batonlm.cli.checks import Check, Finding, fail, ok, warn
-from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
+from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
 from batonlm.core.handover.fit import difference
 from batonlm.core.routing.load import WorkerDescription
 from batonlm.rpc.channels import Channels
@@ -655,7 +655,7 @@ def _checks(args: argparse.Namespace) -> Iterator[Check]:
     try:
         api = Api.open(args.kubeconfig)
     except Unavailable as error:
-        missing = fail(error.message, "pip install 'batonlm[k8s]'")
+        missing = fail(error.message, install("k8s"))
         yield "api", lambda: missing
         return
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.rpc.peers import ROLES, server_name
 
 VALID_DAYS = 30
@@ -56,7 +56,7 @@ def make(parent: Path) -> ThrowawayCa:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
         raise InvalidArgument(
-            "needs the cryptography package: pip install 'batonlm[tls]'", field="tls"
+            f"needs the cryptography package: {install('tls')}", field="tls"
         ) from None
 
     now = datetime.datetime.now(datetime.UTC)

@@ -46,6 +46,12 @@ class Reason(Enum):
     QUARANTINED = 14
 
 
+def install(extra: str) -> str:
+    """Returns the command that installs an optional part of Baton. extra: a name of
+    `[project.optional-dependencies]` in pyproject.toml."""
+    return f"pip install 'batonlm[{extra}]'"
+
+
 class BatonError(Exception):
     """Base of all failures that may reach a client.
 

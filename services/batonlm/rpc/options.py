@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.rpc.address import is_loopback, split
 from batonlm.rpc.config import option
 
@@ -102,7 +102,7 @@ class ProcessOptions(TlsOptions):
             if (error.name or "").partition(".")[0] != "opentelemetry":
                 raise
             raise InvalidArgument(
-                "needs OpenTelemetry: pip install 'batonlm[otel]'", field="otlp_endpoint"
+                f"needs OpenTelemetry: {install('otel')}", field="otlp_endpoint"
             ) from None
         return otlp_tracer(self.otlp_endpoint, self.trace_sample_share, role, instance_id)
 

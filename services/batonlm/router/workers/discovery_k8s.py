@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.rpc.address import join
 
 log = logging.getLogger(__name__)
@@ -300,7 +300,7 @@ class KubernetesApi:
             from kubernetes import client, config
         except ImportError:
             raise InvalidArgument(
-                "k8s:/// needs the Kubernetes client: pip install 'batonlm[k8s]'", field=field
+                f"k8s:/// needs the Kubernetes client: {install('k8s')}", field=field
             ) from None
         made = client.Configuration()
         try:

@@ -6,7 +6,7 @@ Out: core Requests; events as messages. Only this file may be imported without t
 
 from __future__ import annotations
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.router.config import RouterConfig
 from batonlm.router.request.pipeline import Pipeline
 from batonlm.router.workers.fleet import Fleet
@@ -20,7 +20,7 @@ def engine_service(pipeline: Pipeline, fleet: Fleet, config: RouterConfig) -> Se
         import smg_grpc_proto  # noqa: F401
     except ImportError:
         raise InvalidArgument(
-            "needs the protocol's messages: pip install 'batonlm[vllm]'", field="vllm_engine"
+            f"needs the protocol's messages: {install('vllm')}", field="vllm_engine"
         ) from None
     from batonlm.router.api.vllm.engine import TokenizerArchive, VllmEngine
     from batonlm.router.observe.gauges import RouterUse
