@@ -42,7 +42,7 @@ def scripts(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     venv.create(folder, with_pip=False)
     target = next(folder.glob("lib/python*/site-packages"))
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"]
-    run([*pip, "--no-deps", "--no-index", "-q", wheel], folder)
+    run([*map(str, pip), "--no-deps", "--no-index", "-q", wheel], folder)
     (target / "dependencies.pth").write_text(f"{PACKAGES}\n")
     yield folder / "bin"
 

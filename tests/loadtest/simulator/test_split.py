@@ -176,7 +176,6 @@ def test_what_it_cannot_work_with_is_named(
     assert "must be at least 2" in refused(*few, "--workers", 1)
     assert "(error)" in refused(*few, "--error", 100)
     assert "not both" in refused(*few, "--calibrate", "127.0.0.1:1")
-    assert "either a file of speeds, or --calibrate" in refused(*few[:4])
     assert "(lengths)" in refused(*few, "--lengths", 0.1)
     file = tmp_path / "few.jsonl"
     lines = file.read_text().splitlines()
