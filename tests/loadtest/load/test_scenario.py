@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from baton_loadtest import scenario_file, scenarios
 from baton_loadtest.load import scenario
 from baton_loadtest.load.scenario import Changes, Drawn, Kind, Replay
 from batonlm.core.errors import InvalidArgument
 
-READY = sorted((Path(__file__).resolve().parents[3] / "loadtest").glob("*.toml"))
+READY = [scenario_file(name) for name in scenarios()]
 TRACE = '{"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 9]}\n'
 LATER = '{"timestamp": 4000, "input_length": 9, "output_length": 5, "hash_ids": [7]}\n'
 GOOD = """
