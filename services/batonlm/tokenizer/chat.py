@@ -21,7 +21,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import Template, nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -37,6 +37,19 @@ from batonlm.tokenizer.renderers import Setup, chat_messages, chat_tools, too_mu
 USES_PER_LOOK = 64
 MAX_BITS = 4096
 """The largest integer that a multiplication or power may produce, in bits."""
+
+
+MAX_REFUSAL = 300
+"""Most characters of a template's own words in an error."""
+
+
+class Refused(Exception):
+    """A template called raise_exception. words: what the template's author wrote for its caller, in
+    which a client's texts may occur."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(words)
+        self.words = words
 
 
 class OverBudget(Exception):
@@ -191,8 +204,8 @@ def _tojson(
     )
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _raise_exception(message: object) -> NoReturn:
+    raise Refused(str(message))
 
 
 def _refuse_private(names: Mapping[str, Any]) -> None:
@@ -346,15 +359,23 @@ class ChatTemplate:
             raise
         except (OverBudget, MemoryError):
             raise too_much() from None
+        except Refused as refusal:
+            raise not_accepted(_plain(refusal.words)) from None
         except Exception as error:  # a template can raise anything, with any text
             raise not_accepted() from error
 
 
-def not_accepted() -> InvalidArgument:
-    return InvalidArgument(
-        "are not accepted by the chat template; check their roles and their order",
-        field="messages",
-    )
+def not_accepted(words: str = "") -> InvalidArgument:
+    """words: the template's own, where it refused the messages itself."""
+    reason = words or "check their roles and their order"
+    return InvalidArgument(f"are not accepted by the chat template: {reason}", field="messages")
+
+
+def _plain(words: str) -> str:
+    """One line of printable text, at most MAX_REFUSAL characters and an ellipsis."""
+    words = words.replace(CONTINUE_MARK, "").replace(CONTINUE_MARK.rstrip(), "")
+    shown = words[:MAX_REFUSAL] + ("…" if len(words) > MAX_REFUSAL else "")
+    return " ".join("".join(c if c.isprintable() else " " for c in shown).split())
 
 
 class _Control:

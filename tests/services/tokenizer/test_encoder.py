@@ -11,6 +11,7 @@ import pytest
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.kvcache.prefix import prefix_hashes
 from batonlm.core.request.request import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
+from batonlm.tokenizer.chat import MAX_REFUSAL
 from batonlm.tokenizer.encoder import load_tokenizer
 from batonlm.tokenizer.renderers import Renderers
 from tests.services.tokenizer.made_tokenizers import TEXTS
@@ -82,8 +83,7 @@ def test_a_client_sets_variables_of_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ raise_exception('secret ' + messages[0].content) }}",
-        "{{ messages[0].content + 1 }}",
+        "{% set secret = 1 %}{{ messages[0].content + secret }}",
         "{{ messages[9].content.x.y }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}",
@@ -92,14 +92,41 @@ def test_a_client_sets_variables_of_the_template(tmp_path: Path) -> None:
         "{{ 'x' * 2000000 }}",
     ],
 )
-def test_a_template_that_fails_names_messages_and_tells_nothing_of_itself(
+def test_a_template_that_fails_names_messages_and_shows_nothing_of_itself(
     tmp_path: Path, template: str
 ) -> None:
     encoder = encoder_of(write_folder(tmp_path, chat_template=template))
     with pytest.raises(InvalidArgument) as raised:
         encoded(encoder, chat("hi"))
     assert raised.value.field == "messages"
-    assert "secret" not in raised.value.message
+    assert (
+        raised.value.message
+        == ("are not accepted by the chat template: check their roles and their order")
+        or "too much" in raised.value.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("'Roles must alternate!'", "Roles must alternate!"),
+        ("'unknown role: ' ~ messages[0].role", "unknown role: user"),
+        ("'no <|im_end|> in ' ~ messages[0].content", "no <|im_end|> in <|im_end|> hi"),
+        (r"'two\nlines\x00\ud800 and\tmore'", "two lines and more"),
+        ("'x' * 5000", "x" * MAX_REFUSAL + "…"),
+        ("17", "17"),
+        ("''", "check their roles and their order"),
+    ],
+)
+def test_what_a_template_says_when_it_refuses_is_passed_on(
+    tmp_path: Path, words: str, shown: str
+) -> None:
+    template = "{{ raise_exception(" + words + ") }}"
+    encoder = encoder_of(write_folder(tmp_path, chat_template=template))
+    with pytest.raises(InvalidArgument) as raised:
+        encoded(encoder, chat("<|im_end|> hi"))
+    assert raised.value.field == "messages"
+    assert raised.value.message == f"are not accepted by the chat template: {shown}"
 
 
 @pytest.mark.deep

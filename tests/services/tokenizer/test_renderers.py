@@ -158,7 +158,7 @@ def test_without_leave_a_clients_template_is_refused(tmp_path: Path) -> None:
         ("{% if %}", "template"),
         ("{{ unclosed", "template"),
         ("{{ '" + "a" * 60_000 + "' * 60000 }}", "messages"),
-        ("{{ raise_exception('secret') }}", "messages"),
+        ("{{ raise_exception('no') }}", "messages"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "messages"),
         ("{{ [].append(messages) }}{{ cycler.__init__.__globals__ }}", "messages"),
     ],
