@@ -12,7 +12,7 @@ from time import monotonic
 
 from torch import distributed
 
-from batonlm.engine.ranks.link import Link
+from batonlm.engine.ranks.link import Link, watch
 from batonlm.engine.ranks.rank import Rank
 from batonlm.engine.ranks.runner import Place
 
@@ -30,11 +30,14 @@ class LocalRanks:
         self._threads: list[threading.Thread] = []
         self.steps: list[Link] = []
         self.copies: list[Link] = []
+        self.watched: list[Link] = []
         for rank in range(tensor * stages):
-            pairs = [socket.socketpair() for _ in range(2)]
-            self.steps.append(Link(pairs[0][0]))
-            self.copies.append(Link(pairs[1][0]))
-            theirs = Link(pairs[0][1]), Link(pairs[1][1])
+            pairs = [socket.socketpair() for _ in range(3)]
+            for links, (ours, _) in zip(
+                (self.steps, self.copies, self.watched), pairs, strict=True
+            ):
+                links.append(Link(ours))
+            theirs = [Link(end) for _, end in pairs]
             thread = threading.Thread(
                 target=self._serve, args=(rank, *theirs), name=f"rank-{rank}", daemon=True
             )
@@ -42,14 +45,15 @@ class LocalRanks:
             self._threads.append(thread)
 
     def close(self) -> None:
-        for link in (*self.steps, *self.copies):
+        for link in (*self.steps, *self.copies, *self.watched):
             link.close()
         end = monotonic() + STOP_S
         for thread in self._threads:
             thread.join(max(0.0, end - monotonic()))
 
-    def _serve(self, rank: int, steps: Link, copies: Link) -> None:
+    def _serve(self, rank: int, steps: Link, copies: Link, watched: Link) -> None:
+        watch([watched], lambda: None)
         place = Place(rank, self.tensor, self.stages)
         Rank(place, self._store, neighbours=place.size).serve(steps, copies)
-        steps.close()
-        copies.close()
+        for link in (steps, copies, watched):
+            link.close()

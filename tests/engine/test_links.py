@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from batonlm.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, on_loss, receive_each
+from batonlm.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, receive_each, watch
 
 PATIENCE_S = 20.0
 Pair = tuple[Link, Link]
@@ -109,10 +109,45 @@ def test_a_length_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_loss_is_noticed_while_nobody_waits(pair: Pair, which: int) -> None:
-    lost = threading.Event()
-    on_loss([pair[0]], lost.set)
-    pair[0].send(b"x", PATIENCE_S)
-    pair[1].send(b"y", PATIENCE_S)
-    assert not lost.is_set()
+    lost = [threading.Event(), threading.Event()]
+    for link, event in zip(pair, lost, strict=True):
+        watch([link], event.set)
     pair[which].close()
+    assert all(event.wait(PATIENCE_S) for event in lost)
+
+
+def test_an_end_that_shows_no_life_any_more_is_lost() -> None:
+    """Though another one lives."""
+    (first, alive), (second, silent) = [socket.socketpair() for _ in range(2)]
+    ours, lost = [Link(first), Link(second)], threading.Event()
+    silent.send(b"x")
+    watch([Link(alive)], lambda: None, silence_s=1.0)
+    watch(ours, lost.set, silence_s=1.0)
     assert lost.wait(PATIENCE_S)
+    for link in ours:
+        link.close()
+    silent.close()
+
+
+@pytest.mark.deep
+def test_ends_that_show_life_are_kept(pair: Pair) -> None:
+    """Far longer than either may be silent."""
+    lost = threading.Event()
+    for link in pair:
+        watch([link], lost.set, silence_s=3.0)
+    assert not lost.wait(10.0)
+
+
+def test_a_cut_ends_a_call_under_way(pair: Pair) -> None:
+    ended: list[bool] = []
+
+    def wait() -> None:
+        with pytest.raises(LinkLost):
+            pair[0].receive(None)
+        ended.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    pair[0].cut()
+    thread.join(PATIENCE_S)
+    assert ended

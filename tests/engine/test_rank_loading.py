@@ -29,6 +29,7 @@ class HeldRanks:
         self.steps = [Link(ours) for ours, _ in pairs]
         self.theirs = [Link(theirs) for _, theirs in pairs]
         self.copies: list[Link] = []
+        self.watched: list[Link] = []
 
     def close(self) -> None:
         for link in self.steps:

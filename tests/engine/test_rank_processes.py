@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -14,7 +15,7 @@ from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.ranks.processes import RankProcesses
-from batonlm.engine.ranks.runner import RankedRunner
+from batonlm.engine.ranks.runner import STEP_S, RankedRunner
 from tests.engine.driving import generate, random_prompts, together
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB
@@ -24,8 +25,13 @@ pytestmark = pytest.mark.deep
 PATIENCE_S = 60.0
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_at_work_ends_the_step(victim: int, saved: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    "victim, number", [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+def test_a_rank_that_dies_or_hangs_at_work_ends_the_step(
+    victim: int, number: signal.Signals, saved: Callable[[str], Path]
+) -> None:
+    """One that hangs after SILENCE_S, a fraction of the time that a step may take."""
     ranks = RankProcesses(2, 1)
     seen: list[tuple[int, int]] = []
     config = EngineConfig(str(saved("llama")), num_blocks=128, threads=1)
@@ -37,9 +43,11 @@ def test_a_rank_that_dies_at_work_ends_the_step(victim: int, saved: Callable[[st
         assert generate(runner, prompts, together(2, 4), 4) == expected("llama", prompts, 4)
         (prompt,) = random_prompts((1500,), VOCAB)
         runner.submit(StepPlan(7, (Chunk(0, prompt, 0, ((0, 94),)),)))
-        os.kill(ranks.pids[victim], signal.SIGKILL)
+        os.kill(ranks.pids[victim], number)
+        began = monotonic()
         with pytest.raises(Internal, match="rank"):
             runner.collect()
+        assert monotonic() - began < STEP_S / 2
         assert died.wait(PATIENCE_S)
         with pytest.raises(Internal, match="died"):
             runner.submit(StepPlan(8, ()))

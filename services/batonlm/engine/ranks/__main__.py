@@ -11,7 +11,7 @@ import sys
 import msgspec
 
 from batonlm.engine.config import configure_threads
-from batonlm.engine.ranks.link import Link, on_loss
+from batonlm.engine.ranks.link import Link, watch
 from batonlm.engine.ranks.processes import RankArguments
 
 
@@ -28,7 +28,7 @@ def main() -> int:
     steps = Link(socket.socket(fileno=arguments.steps_fd))
     copies = Link(socket.socket(fileno=arguments.copies_fd))
     # Whatever this rank waits for, without its worker it is of no use.
-    on_loss([steps], lambda: os._exit(1))
+    watch([Link(socket.socket(fileno=arguments.watch_fd))], lambda: os._exit(1))
     configure_threads(arguments.threads if arguments.spin else 0)
     if not arguments.spin:
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)

@@ -2,7 +2,8 @@
 
 A stream socket carries it, whichever kind: a pair of sockets where the rank is a process of this
 machine, TCP where it is on another one. The kernel ends the stream when the other process dies, so
-a lost rank is noticed at once by whoever waits for it, and `on_loss` notices it while nobody does.
+a lost rank is noticed at once by whoever waits for it. `watch` notices it while nobody does, and
+also a process that hangs or is stopped.
 
 Messages are bytes behind their length. Of one link, one thread at a time sends and receives.
 """
@@ -16,6 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import monotonic
+
+SILENCE_S = 30.0
+"""A process whose watch shows no life for so long has ended or hangs. Longer than a library keeps
+Python's lock, which is most while it starts CUDA on a machine of eight GPUs."""
+_BEATS = 30
+"""Of a watch, in the time after which silence is taken for the end."""
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 18
@@ -66,11 +73,16 @@ class Link:
             self._read()
         return message
 
+    def cut(self) -> None:
+        """Ends the stream: calls of both ends, also one under way on another thread, raise
+        LinkLost. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Idempotent. The other end's next call raises LinkLost."""
-        with suppress(OSError):
-            # Ends the stream though `on_loss` holds the socket open.
-            self._socket.shutdown(socket.SHUT_RDWR)
+        # Ends the stream though `watch` holds the socket open.
+        self.cut()
         self._socket.close()
 
     def _next(self) -> bytes | None:
@@ -123,21 +135,53 @@ def receive_first(links: Sequence[Link], timeout_s: float) -> tuple[int, bytes]:
         _wait_and_read(links, end)
 
 
-def on_loss(links: Sequence[Link], lost: Callable[[], None]) -> None:
-    """Calls `lost` once, on a daemon thread, when the first of the links has ended, whichever of
-    the two ends closed it."""
-    ends = [link._socket.dup() for link in links]
+def watch(links: Sequence[Link], lost: Callable[[], None], *, silence_s: float = SILENCE_S) -> None:
+    """Shows life at these links, and calls `lost` once, on the same daemon thread, when the first
+    of them has ended, whichever end closed it, or its other end has shown life before but none
+    for `silence_s`.
 
-    def watch() -> None:
-        poll = select.poll()
-        for end in ends:
-            poll.register(end, select.POLLRDHUP)
-        poll.poll()
-        for end in ends:
-            end.close()
-        lost()
+    Both ends of a link are watched with the same time, and it carries nothing else. Silence is
+    counted in beats of our own, so that a pause of the whole machine is not taken for one, and
+    from the first sign of life on: the other process may have to start first.
+    """
+    if not links:
+        return
+    ends = {end.fileno(): end for end in (link._socket.dup() for link in links)}
 
-    threading.Thread(target=watch, name="lost-links", daemon=True).start()
+    def run() -> None:
+        try:
+            _beat_until_lost(ends, silence_s / _BEATS)
+        finally:
+            for end in ends.values():
+                end.close()
+            lost()
+
+    threading.Thread(target=run, name="rank-watch", daemon=True).start()
+
+
+def _beat_until_lost(ends: dict[int, socket.socket], beat_s: float) -> None:
+    """Returns when one of the sockets has ended or is silent for _BEATS beats of our own."""
+    silent: dict[int, int] = {}
+    poll = select.poll()
+    for fd in ends:
+        poll.register(fd, select.POLLIN | select.POLLRDHUP)
+    next_beat = monotonic()
+    while max(silent.values(), default=0) <= _BEATS:
+        for fd, events in poll.poll(max(0.0, next_beat - monotonic()) * 1000):
+            # What is read does not matter; an end shows in the events.
+            if events != select.POLLIN:
+                return
+            with suppress(OSError):
+                ends[fd].recv(_READ_BYTES)
+            silent[fd] = 0
+        if monotonic() >= next_beat:
+            next_beat = monotonic() + beat_s
+            for fd in silent:
+                silent[fd] += 1
+            for end in ends.values():
+                # One that takes nothing is silent, too; one that has ended shows in the events.
+                with suppress(OSError):
+                    end.send(b"\0")
 
 
 def _wait_and_read(links: Sequence[Link], end: float) -> None:

@@ -1,9 +1,9 @@
 """Ranks as processes of this machine.
 
-Each is started with its ends of two links and ends with them: a worker that dies, however it does,
-leaves no rank. They find each other through a file without a name, which all of them have open, and
-exchange what they compute on loopback only. Nothing is left on disk, and nothing listens for
-anybody else. Of the GPUs that the worker sees, each rank sees the one of its number.
+Each is started with its ends of three links and ends with them: a worker that dies, however it
+does, leaves no rank. They find each other through a file without a name, which all of them have
+open, and exchange what they compute on loopback only. Nothing is left on disk, and nothing listens
+for anybody else. Of the GPUs that the worker sees, each rank sees the one of its number.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class RankArguments(msgspec.Struct, frozen=True):
     """Whether these cores are known to be the rank's alone, see `configure_threads`."""
     steps_fd: int
     copies_fd: int
+    watch_fd: int
     store_fd: int
     """Of the file through which ranks find each other."""
 
@@ -52,6 +53,7 @@ class RankProcesses:
         self.tensor, self.stages = tensor, stages
         self.steps: list[Link] = []
         self.copies: list[Link] = []
+        self.watched: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         store = os.memfd_create("baton-ranks", 0)
         try:
@@ -68,7 +70,7 @@ class RankProcesses:
         return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        for link in (*self.steps, *self.copies):
+        for link in (*self.steps, *self.copies, *self.watched):
             link.close()
         end = monotonic() + STOP_S
         for process in self._processes:
@@ -78,13 +80,13 @@ class RankProcesses:
             process.wait()
 
     def _start(self, rank: int, threads: int, spin: bool, store: int) -> None:
-        pairs = [socket.socketpair() for _ in range(2)]
-        self.steps.append(Link(pairs[0][0]))
-        self.copies.append(Link(pairs[1][0]))
+        pairs = [socket.socketpair() for _ in range(3)]
+        for links, (ours, _) in zip((self.steps, self.copies, self.watched), pairs, strict=True):
+            links.append(Link(ours))
         try:
             fds = [theirs.fileno() for _, theirs in pairs]
             arguments = RankArguments(
-                rank, self.tensor, self.stages, threads, spin, fds[0], fds[1], store
+                rank, self.tensor, self.stages, threads, spin, fds[0], fds[1], fds[2], store
             )
             command = [sys.executable, "-m", "batonlm.engine.ranks"]
             self._processes.append(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,7 +38,7 @@ from batonlm.core.scheduler.plan import (
 )
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.kv.extents import check_extents, check_plan
-from batonlm.engine.ranks.link import Link, LinkLost, on_loss, receive_each, receive_first
+from batonlm.engine.ranks.link import Link, LinkLost, receive_each, receive_first, watch
 from batonlm.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ STAGES = "pipeline_parallel"
 LOAD_S = 1800.0
 """Longest time without a message of any rank that loads."""
 STEP_S = 300.0
-"""Longest step or copy: the first one of a GPU compiles kernels."""
+"""Longest step or copy of ranks that live: the first one of a GPU compiles kernels. A rank that has
+ended or hangs is noticed earlier, see `link.watch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +190,10 @@ class Ranks(Protocol):
     @property
     def copies(self) -> Sequence[Link]: ...
 
+    @property
+    def watched(self) -> Sequence[Link]:
+        """For `link.watch` only."""
+
     def close(self) -> None:
         """Ends the ranks and frees what they hold. Idempotent."""
 
@@ -201,8 +207,9 @@ class RankedRunner:
     on_device = False
     """Payloads are in host memory, which all ranks can share."""
 
-    def __init__(self, ranks: Ranks, opened: Opened, block_size: int):
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, opened: Opened, block_size: int, lost: Future[None]):
+        """lost: done when a rank has ended or hangs."""
+        self._ranks, self._lost = ranks, lost
         self._sampler = sampler(ranks.tensor, ranks.stages)
         self.model = opened.model
         self.layout = opened.layout
@@ -230,6 +237,15 @@ class RankedRunner:
         Raises InvalidArgument, naming the field, for what ranks cannot serve. Closes the ranks when
         it raises.
         """
+        lost: Future[None] = Future()
+
+        def cut() -> None:
+            # Ends whatever waits for ranks: one that hangs answers nothing.
+            for link in (*ranks.steps, *ranks.copies):
+                link.cut()
+            lost.set_result(None)
+
+        watch(ranks.watched, cut)
         try:
             opened = _load(ranks, config, progress)
             if len({(each.model, each.layout, each.num_blocks) for each in opened}) != 1:
@@ -243,7 +259,7 @@ class RankedRunner:
         agreed = msgspec.structs.replace(
             first, num_swap_blocks=(host, disk), not_exact_because=next(iter(reasons), "")
         )
-        return cls(ranks, agreed, config.block_size)
+        return cls(ranks, agreed, config.block_size, lost)
 
     @property
     def exact(self) -> bool:
@@ -296,9 +312,9 @@ class RankedRunner:
         self._transfer(extents, first_position, count, in_host(payload), packing=False)
 
     def on_death(self, died: Callable[[], None]) -> None:
-        """Calls `died` once, on a thread of its own, when a rank ends before `close`. The process
-        has to end then, whether or not a step is running."""
-        on_loss(self._ranks.steps, lambda: None if self._closed else died())
+        """Calls `died` once, on whichever thread, when a rank has ended or hangs before `close`.
+        The process has to end then, whether or not a step is running."""
+        self._lost.add_done_callback(lambda _: None if self._closed else died())
 
     def close(self) -> None:
         self._closed = True
