@@ -119,12 +119,12 @@ def test_a_loss_is_noticed_while_nobody_waits(pair: Pair, which: int) -> None:
 def test_an_end_that_shows_no_life_any_more_is_lost() -> None:
     """Though another one lives."""
     (first, alive), (second, silent) = [socket.socketpair() for _ in range(2)]
-    ours, lost = [Link(first), Link(second)], threading.Event()
+    ours, theirs, lost = [Link(first), Link(second)], Link(alive), threading.Event()
     silent.send(b"x")
-    watch([Link(alive)], lambda: None, silence_s=1.0)
+    watch([theirs], lambda: None, silence_s=1.0)
     watch(ours, lost.set, silence_s=1.0)
     assert lost.wait(PATIENCE_S)
-    for link in ours:
+    for link in (*ours, theirs):
         link.close()
     silent.close()
 
