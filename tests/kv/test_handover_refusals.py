@@ -22,6 +22,7 @@ from batonlm.core.handover.table import EARLY_STREAM_S, SenderState
 from batonlm.rpc.convert import identity_to_proto
 from batonlm.transfer import sender as sender_module
 from batonlm.transfer.peers import CollectStream
+from batonlm.transfer.stream import parts
 from batonlm.transfer.transports import TransferReader
 from batonlm.v1 import handover_pb2 as pb
 from tests.kv.rig import LAYOUT, Pool, Wire, expected, identity, kv_of, rig, until
@@ -130,19 +131,21 @@ async def test_malformed_tokens_fail_the_hand_over_whenever_they_come(
 
     class Lying(CollectStream):
         async def __aiter__(self) -> AsyncIterator[pb.CollectResponse]:
-            async for message in super().__aiter__():
-                if message.HasField("tokens"):
-                    await until(lambda: pool.unpacking == 1)
-                    message.tokens.choices[0].token_ids = bytes(3)
-                    pool.may_unpack.set()
-                    for _ in range(turns):
-                        await asyncio.sleep(0)
-                yield message
+            async for whole in super().__aiter__():
+                for message in parts(whole):
+                    if message.HasField("tokens"):
+                        await until(lambda: pool.unpacking == 1)
+                        message.tokens.choices[0].token_ids = bytes(3)
+                        pool.may_unpack.set()
+                        for _ in range(turns):
+                            await asyncio.sleep(0)
+                    yield message
 
         async def send(self, message: pb.CollectRequest) -> None:
             # Confirmed at once, so that the number of turns does not depend on gRPC.
-            if not message.HasField("collected"):
-                await super().send(message)
+            for part in parts(message):
+                if not part.HasField("collected"):
+                    await super().send(part)
 
     async with rig() as world:
         await world.receiver.meet(world.sender.identity)

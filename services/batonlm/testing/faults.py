@@ -40,6 +40,7 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.plan import KvPayload
 from batonlm.transfer.kv_chunk import HEADER_BYTES
 from batonlm.transfer.staging import Faults, In, KvTransport, Out, ReadState
+from batonlm.transfer.stream import joined, parts
 from batonlm.v1 import handover_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -436,8 +437,9 @@ class FaultInjector(Faults):
     def incoming(self, side: str, messages: AsyncIterator[In]) -> AsyncIterator[In]:
         async def received() -> AsyncIterator[In]:
             async for message in messages:
-                for one in await self._changed(side, message, []):
-                    yield one
+                for part in parts(message):
+                    for one in await self._changed(side, part, []):
+                        yield one
 
         return received()
 
@@ -447,8 +449,9 @@ class FaultInjector(Faults):
         held: list[pb.CollectResponse] = []
 
         async def send_changed(message: Out) -> None:
-            for one in await self._changed(side, message, held):
-                await send(one)
+            changed = [await self._changed(side, part, held) for part in parts(message)]
+            if together := [one for each in changed for one in each]:
+                await send(joined(together))
 
         return send_changed
 

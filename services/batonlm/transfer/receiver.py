@@ -140,6 +140,7 @@ class IncomingTransfer:
             pb.CollectRequest(heartbeat=pb.HandoverHeartbeat()),
             receiver.liveness,
         )
+        self._stream.joins = peer.handshake.several
         per_kv_chunk = positions_per_kv_chunk(receiver.buffer_bytes(peer), receiver.layout)
         self.side = ReceiverSide(request.num_positions, per_kv_chunk)
         self._wire_version = receiver.layout.common_wire_version(peer.layout)
@@ -172,6 +173,7 @@ class IncomingTransfer:
             await race(
                 self._collect(),
                 self._stream.listen(self._receive),
+                self._stream.deliver(),
                 self._stream.beat(),
                 self._timeout.watch(),
                 self._fail_with_landings(),
@@ -226,6 +228,7 @@ class IncomingTransfer:
             probe_positions=self.request.num_positions if self.request.is_probe else 0,
             wire_version=self._wire_version,
             digest=self._peer.handshake.digest,
+            several=True,
         )
         await self._stream.send(pb.CollectRequest(open=opening))
         self._opened_at = now()
@@ -246,6 +249,7 @@ class IncomingTransfer:
                 await self._stream.send(pb.CollectRequest(completed=pb.HandoverCompleted()))
             elif not side.ended:
                 await self._changed.wait()
+        await self._stream.flush()
 
     @property
     def _in_flight(self) -> int:

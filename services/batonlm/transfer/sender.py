@@ -226,7 +226,10 @@ class OutgoingTransfer:
         aborted: TransferAborted | None = None
         try:
             await race(
-                self._open_and_give(), self._stream.listen(self._receive), self._stream.beat()
+                self._open_and_give(),
+                self._stream.listen(self._receive),
+                self._stream.deliver(),
+                self._stream.beat(),
             )
         except asyncio.CancelledError:
             aborted = abortion(PeerLost("the receiver left"))
@@ -252,6 +255,7 @@ class OutgoingTransfer:
                 opening = await asyncio.shield(self._opening)
         except TimeoutError:
             raise PeerLost("the receiver did not say what it wants") from None
+        self._stream.joins = opening.several
         offer = self._offer = await self._sender.claim(opening)
         offer.stats.record("open_wait", offer.made_at)
         self._sealer = Sealer(
@@ -319,13 +323,16 @@ class OutgoingTransfer:
             payload = buffer.view[HEADER_BYTES:size]
             await to_end(offer.pack(chunk.first_position, chunk.num_positions, payload))
         await self._faults.at("sender.packed")
-        task = asyncio.create_task(self._seal_and_send(offer, header, buffer, self._newest))
-        self._newest = task
+        sealing = self._seal_and_send(offer, header, buffer, self._newest)
+        if not self._sealer.is_slow(header):
+            await sealing
+            if offer.side.next_position < offer.side.finished:
+                # Its message goes out before the next copy takes the core.
+                await self._stream.flush()
+            return
+        task = self._newest = asyncio.create_task(sealing)
         self._sealings.add(task)
         task.add_done_callback(self._sealed)
-        if not self._sealer.is_slow(header):
-            # Its message goes out before the next copy takes the core.
-            await asyncio.wait([task])
 
     def _sealed(self, task: asyncio.Task[None]) -> None:
         self._sealings.discard(task)
@@ -513,6 +520,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             digest=digest,
             kv_network=self.staging.ucx.network.value,
             ucx_transports=self.staging.ucx.transports,
+            several=True,
         )
 
     async def serve(self, incoming: AsyncIterator[pb.CollectRequest], send: Send) -> None:

@@ -23,6 +23,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
+from google.protobuf.message import Message
+
 from batonlm.core.errors import Overloaded
 from batonlm.core.handover.leaf_hash import Points
 from batonlm.core.handover.table import BufferEvent, BufferState, follow_buffer
@@ -291,8 +293,8 @@ def check_range(
         raise TransportError("a read must fit both buffers")
 
 
-In = TypeVar("In")
-Out = TypeVar("Out")
+In = TypeVar("In", bound=Message)
+Out = TypeVar("Out", bound=Message)
 
 
 class Faults:

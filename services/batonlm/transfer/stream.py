@@ -7,10 +7,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -19,6 +27,9 @@ from batonlm.core.handover.table import HandoverEvent, State, StateLimit
 
 FAREWELL_S = 1.0
 """Longest time for a side's last message, and for writes under way when a stream ends."""
+
+MAX_WAITING = 32
+"""Messages that wait to be written; more of them wait for their turn in `send`."""
 
 Names = Mapping[str, str]
 """What names the request that a hand-over is for in log lines."""
@@ -75,8 +86,26 @@ class Liveness:
     """Silent turns in a row, of heartbeat_s each, that mean death."""
 
 
+def joined(messages: Sequence[Out]) -> Out:
+    """One message of a Collect stream that holds all of these, of which there is at least one."""
+    if len(messages) == 1:
+        return messages[0]
+    holder: Any = type(messages[0])()
+    holder.several.messages.extend(messages)
+    return cast(Out, holder)
+
+
+def parts(message: In) -> Sequence[In]:
+    """The inverse of `joined`."""
+    whole: Any = message
+    return whole.several.messages if whole.WhichOneof("message") == "several" else (message,)
+
+
 class HeartbeatStream(Generic[In, Out]):
     """Our end of one stream.
+
+    A message in Python costs more than most of what it says, so those that are sent in the same
+    turn of the event loop, or while another one is being written, travel as one.
 
     A write that has begun is never cancelled, because gRPC would end the whole stream with it;
     `close` waits for what is left.
@@ -93,20 +122,45 @@ class HeartbeatStream(Generic[In, Out]):
         silence."""
         self._incoming, self._send = incoming, send
         self._heartbeat, self._liveness = heartbeat, liveness
+        self.joins = False
+        """Whether the peer understands messages that hold several."""
+        self._outbox: list[Out] = []
+        self._filled = asyncio.Event()
         self._turn = asyncio.Lock()
         self._writes: set[asyncio.Task[None]] = set()
+        self._broken: BaseException | None = None
         self._sent = self._received = True
 
     async def send(self, message: Out) -> None:
-        """Sends in the order of calls. Raises PeerLost when the stream is broken."""
-        self._sent = True
-        await asyncio.shield(self._begin(message))
+        """Sends in the order of calls. `deliver` writes it, and raises what goes wrong."""
+        self._outbox.append(message)
+        self._filled.set()
+        if len(self._outbox) > MAX_WAITING:
+            await self.flush()
+
+    async def deliver(self) -> None:
+        """Writes what is sent. Raises PeerLost when the stream is broken."""
+        while True:
+            await self._filled.wait()
+            # What others send in this turn of the event loop goes with it.
+            await asyncio.sleep(0)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Returns when all that was sent is written. Raises PeerLost when the stream is broken."""
+        while self._outbox or self._writes:
+            if self._outbox:
+                self._begin()
+            await asyncio.wait(self._writes)
+        if self._broken is not None:
+            raise self._broken
 
     async def send_last(self, message: Out) -> None:
         """Tries to send a message to a peer that may be gone. Bounded; raises nothing."""
         try:
             async with asyncio.timeout(FAREWELL_S):
                 await self.send(message)
+                await self.flush()
         except Exception:
             # The stream is broken, and the peer finds out by that.
             return
@@ -121,12 +175,14 @@ class HeartbeatStream(Generic[In, Out]):
         await outlast(left)
 
     async def listen(self, handle: Callable[[In], None]) -> None:
-        """Hands every message but heartbeats to `handle`. Raises PeerLost when the stream ends."""
+        """Hands every message but heartbeats to `handle`, one by one. Raises PeerLost when the
+        stream ends."""
         try:
-            async for message in self._incoming:
+            async for arrived in self._incoming:
                 self._received = True
-                if message.WhichOneof("message") != "heartbeat":
-                    handle(message)
+                for message in parts(arrived):
+                    if message.WhichOneof("message") != "heartbeat":
+                        handle(message)
         except Unavailable as error:
             raise PeerLost(error.message) from None
         raise PeerLost("the other side of the hand-over left")
@@ -144,26 +200,32 @@ class HeartbeatStream(Generic[In, Out]):
             if silent >= self._liveness.missed:
                 raise PeerLost("the other side of the hand-over fell silent")
             # A frozen peer can block writes for ever; counting its silence must go on.
-            if not self._sent and not self._writes:
-                self._begin(self._heartbeat)
+            if not (self._sent or self._writes or self._outbox):
+                await self.send(self._heartbeat)
             self._sent = self._received = False
 
-    def _begin(self, message: Out) -> asyncio.Task[None]:
-        write = asyncio.create_task(self._write(message))
+    def _begin(self) -> None:
+        """Begins to write all that waits."""
+        waiting, self._outbox = self._outbox, []
+        self._filled.clear()
+        self._sent = True
+        write = asyncio.create_task(self._write([joined(waiting)] if self.joins else waiting))
         self._writes.add(write)
         write.add_done_callback(self._written)
-        return write
 
     def _written(self, write: asyncio.Task[None]) -> None:
         self._writes.discard(write)
         if not write.cancelled():
-            # Whoever awaits it still gets the exception; nobody awaits a heartbeat.
-            write.exception()
+            self._broken = self._broken or write.exception()
+        if self._broken is not None:
+            # `deliver` raises it.
+            self._filled.set()
 
-    async def _write(self, message: Out) -> None:
+    async def _write(self, messages: Sequence[Out]) -> None:
         async with self._turn:
             try:
-                await self._send(message)
+                for message in messages:
+                    await self._send(message)
             except Unavailable as error:
                 raise PeerLost(error.message) from None
 

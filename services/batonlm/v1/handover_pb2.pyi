@@ -89,6 +89,7 @@ class MeetResponse(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     KV_NETWORK_FIELD_NUMBER: _builtins.int
     UCX_TRANSPORTS_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """The transport both will use."""
     transport_metadata: _builtins.bytes
@@ -97,6 +98,8 @@ class MeetResponse(_message.Message):
     """How KV chunks are sealed: the first of the sender's digests that the receiver accepts."""
     kv_network: _builtins.str
     """What the sender's operator declared of the network KV moves on: local, isolated or trusted."""
+    several: _builtins.bool
+    """Its Collect streams understand `several`."""
     @_builtins.property
     def sender(self) -> _types_pb2.WorkerIdentity:
         """The sender."""
@@ -124,10 +127,11 @@ class MeetResponse(_message.Message):
         digest: _builtins.str = ...,
         kv_network: _builtins.str = ...,
         ucx_transports: _abc.Iterable[_builtins.str] | None = ...,
+        several: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ring", b"ring", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kv_network", b"kv_network", "layout", b"layout", "ring", b"ring", "sender", b"sender", "transport", b"transport", "transport_metadata", b"transport_metadata", "ucx_transports", b"ucx_transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kv_network", b"kv_network", "layout", b"layout", "ring", b"ring", "sender", b"sender", "several", b"several", "transport", b"transport", "transport_metadata", b"transport_metadata", "ucx_transports", b"ucx_transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -185,6 +189,7 @@ class CollectRequest(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     COMPLETED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenHandover:
         """First message of the stream."""
@@ -217,6 +222,10 @@ class CollectRequest(_message.Message):
     def heartbeat(self) -> Global___HandoverHeartbeat:
         """Sent when silent for 500 ms."""
 
+    @_builtins.property
+    def several(self) -> Global___CollectRequests:
+        """Several at once, to a sender whose MeetResponse has `several`."""
+
     def __init__(
         self,
         *,
@@ -228,16 +237,41 @@ class CollectRequest(_message.Message):
         failed: _types_pb2.Error | None = ...,
         completed: Global___HandoverCompleted | None = ...,
         heartbeat: Global___HandoverHeartbeat | None = ...,
+        several: Global___CollectRequests | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["collected", b"collected", "completed", b"completed", "credit", b"credit", "failed", b"failed", "full", b"full", "granted", b"granted", "heartbeat", b"heartbeat", "message", b"message", "open", b"open"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["collected", b"collected", "completed", b"completed", "credit", b"credit", "failed", b"failed", "full", b"full", "granted", b"granted", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "several", b"several"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collected", b"collected", "completed", b"completed", "credit", b"credit", "failed", b"failed", "full", b"full", "granted", b"granted", "heartbeat", b"heartbeat", "message", b"message", "open", b"open"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collected", b"collected", "completed", b"completed", "credit", b"credit", "failed", b"failed", "full", b"full", "granted", b"granted", "heartbeat", b"heartbeat", "message", b"message", "open", b"open", "several", b"several"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "granted", "full", "credit", "collected", "failed", "completed", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "granted", "full", "credit", "collected", "failed", "completed", "heartbeat", "several"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CollectRequest: _TypeAlias = CollectRequest  # noqa: Y015
+
+@_typing.final
+class CollectRequests(_message.Message):
+    """Messages that were sent together. They mean what they mean one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectRequest]:
+        """At least one; none of them is `several`."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___CollectRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectRequests: _TypeAlias = CollectRequests  # noqa: Y015
 
 @_typing.final
 class OpenHandover(_message.Message):
@@ -252,6 +286,7 @@ class OpenHandover(_message.Message):
     PROBE_POSITIONS_FIELD_NUMBER: _builtins.int
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     sender_instance_id: _builtins.str
@@ -264,6 +299,8 @@ class OpenHandover(_message.Message):
     """Wire version of this hand-over: the newest that both sides understand. 0 means 1."""
     digest: _builtins.str
     """How KV chunks are sealed, as agreed when the workers met. Empty means xxh3-128."""
+    several: _builtins.bool
+    """This receiver understands `several`."""
     @_builtins.property
     def receiver(self) -> _types_pb2.WorkerIdentity:
         """The receiver."""
@@ -278,10 +315,11 @@ class OpenHandover(_message.Message):
         probe_positions: _builtins.int = ...,
         wire_version: _builtins.int = ...,
         digest: _builtins.str = ...,
+        several: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "several", b"several", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -416,6 +454,7 @@ class CollectResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    SEVERAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def announced(self) -> Global___HandoverAnnounced:
         """The prompt's first chunk is about to run."""
@@ -440,6 +479,10 @@ class CollectResponse(_message.Message):
     def heartbeat(self) -> Global___HandoverHeartbeat:
         """Sent when silent for 500 ms."""
 
+    @_builtins.property
+    def several(self) -> Global___CollectResponses:
+        """Several at once, to a receiver whose OpenHandover has `several`."""
+
     def __init__(
         self,
         *,
@@ -449,16 +492,41 @@ class CollectResponse(_message.Message):
         tokens: Global___HandoverTokens | None = ...,
         failed: _types_pb2.Error | None = ...,
         heartbeat: Global___HandoverHeartbeat | None = ...,
+        several: Global___CollectResponses | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "failed", b"failed", "finished", b"finished", "heartbeat", b"heartbeat", "kv_chunk", b"kv_chunk", "message", b"message", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "failed", b"failed", "finished", b"finished", "heartbeat", b"heartbeat", "kv_chunk", b"kv_chunk", "message", b"message", "several", b"several", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "failed", b"failed", "finished", b"finished", "heartbeat", b"heartbeat", "kv_chunk", b"kv_chunk", "message", b"message", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announced", b"announced", "failed", b"failed", "finished", b"finished", "heartbeat", b"heartbeat", "kv_chunk", b"kv_chunk", "message", b"message", "several", b"several", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["announced", "finished", "kv_chunk", "tokens", "failed", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["announced", "finished", "kv_chunk", "tokens", "failed", "heartbeat", "several"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CollectResponse: _TypeAlias = CollectResponse  # noqa: Y015
+
+@_typing.final
+class CollectResponses(_message.Message):
+    """Messages that were sent together. They mean what they mean one after the other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___CollectResponse]:
+        """At least one; none of them is `several`."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[Global___CollectResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CollectResponses: _TypeAlias = CollectResponses  # noqa: Y015
 
 @_typing.final
 class HandoverAnnounced(_message.Message):
