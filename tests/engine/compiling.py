@@ -21,10 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from batonlm.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
+from batonlm.engine.fused import experts
 from batonlm.engine.fused import kernels as fused
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_FLOAT32 = {"tops", "totals", "outputs"}
+_FLOAT32 = {"tops", "totals", "outputs", "shares"}
 _INT64 = {"row_powers", "lane_powers", "found"}
 _OF_MODEL = {
     "query",
@@ -36,6 +37,10 @@ _OF_MODEL = {
     "source_values",
     "wire",
     "hidden",
+    "rows",
+    "bias",
+    "parts",
+    "logits",
     "delta",
     "weight",
     "output",
@@ -54,9 +59,9 @@ def _type(name: str, dtype: str) -> str:
         return "*fp32"
     if name in _INT64:
         return "*i64"
-    if name in ("scale", "epsilon"):
+    if name in ("scale", "epsilon", "alpha", "limit"):
         return "fp32"
-    return "i32" if name == "count" or name.endswith("_stride") else "*i32"
+    return "i32" if name in ("count", "pairs") or name.endswith("_stride") else "*i32"
 
 
 def compiled(
@@ -117,6 +122,32 @@ def _fused(head_size: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, A
     return found
 
 
+def _experts(item_bytes: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]]:
+    """Those of mixtures: of Qwen3-30B-A3B's shape, and GPT-OSS-20B's where it is another."""
+
+    def shape(warps: int, stages: int) -> shapes.TileShape:
+        return shapes.TileShape(rows=0, keys=0, warps=warps, stages=stages)
+
+    qwen = {"EXPERTS": 128, "EXPERTS_PADDED": 128, "CHOICES": 8, "CHOICES_PADDED": 16}
+    size = {"ELEMENTS": experts.ELEMENTS, "SIZE": 2048}
+    found: dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]] = {
+        "route": (experts._route, shape(1, 3), {**qwen, "NORMALISED": True}),
+        "sort": (experts._sort, shape(4, 3), {"EXPERTS": 128, "PAIRS": experts.PAIRS}),
+        "combine": (experts._combine, shape(4, 3), {**qwen, **size}),
+        "clamped gate": (experts._clamped_gate, shape(4, 3), size),
+    }
+    oss = {"EXPERTS": 32, "EXPERTS_PADDED": 32}
+    plain = {**qwen, "INPUTS": 2048, "OUTPUTS": 1536, "TRANSPOSED": False, "BIASED": False}
+    turned = {**oss, "INPUTS": 2880, "OUTPUTS": 5760, "TRANSPOSED": True, "BIASED": True}
+    for pairs, some in ((64, "few"), (16384, "many")):
+        tile = experts.tile_for(pairs, 128, item_bytes, exact=False)
+        own = {"ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "PER_ROW": 8}
+        for form, constants in (("experts", plain), ("turned experts", turned)):
+            taken = shape(tile.warps, tile.stages)
+            found[f"{form}, {some}"] = experts._multiply, taken, {**constants, **own}
+    return found
+
+
 def main(arguments: list[str]) -> None:
     capability, shared_bytes = int(arguments[0]), int(arguments[1])
     dtype, per_head = arguments[2], int(arguments[3])
@@ -132,6 +163,7 @@ def main(arguments: list[str]) -> None:
         "pack": (copies._wire, small, {"PACKING": True}),
         "unpack": (copies._wire, small, {"PACKING": False}),
         **_fused(key_size),
+        **_experts(_ITEM_BYTES[dtype]),
     }
     report = {}
     for name, (kernel, shape, own) in kernels.items():

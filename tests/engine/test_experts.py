@@ -14,6 +14,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 from batonlm.engine.exact import confine
 from batonlm.engine.linear import Chooser, PackedExperts, are_known_experts, loosen, swap
+from batonlm.engine.ranks.shards import SharedExperts
 from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import build
 
@@ -61,6 +62,33 @@ def test_a_token_does_not_change_with_what_others_choose(arch: str, quantize: st
     for start, tokens in ((0, 1), (7, 1), (3, 5), (20, 64)):
         some = [part[start : start + tokens] for part in inputs]
         assert torch.equal(network[0](*some), whole[start : start + tokens])
+
+
+@pytest.mark.parametrize("form", ["eager", "grouped_mm", "packed"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "gpt_oss"])
+@torch.inference_mode()
+def test_ranks_add_up_whatever_the_form_of_their_experts(arch: str, form: str) -> None:
+    """Transformers' forms read memory that they did not write for experts that are not there."""
+    own = experts_of(arch)
+    count = own.down_proj.shape[0]
+    hidden, index, weights = routed(9, count)
+    wanted = own(hidden, index, weights)
+    group: Any = SimpleNamespace(sum=lambda part: part)
+    total = torch.zeros_like(wanted)
+    half = count // 2
+    torch.use_deterministic_algorithms(True)
+    try:
+        for first in (0, half):
+            part = copy.deepcopy(own)
+            part.num_experts = half
+            for name, weight in own.named_parameters():
+                setattr(part, name, nn.Parameter(weight[first : first + half].clone(), False))
+            part.config._experts_implementation = "eager" if form == "packed" else form
+            made = PackedExperts(part, Chooser(exact=False)) if form == "packed" else part
+            total += SharedExperts(made, first, half, group)(hidden, index, weights)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4)
 
 
 @needs_int8

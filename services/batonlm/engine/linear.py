@@ -461,6 +461,9 @@ class PackedExperts(nn.Module):
     What lies between the two products (gates, clamps, activations) stays the module's own.
     """
 
+    skips = True
+    """A choice of a number behind the experts', which is another rank's, adds nothing."""
+
     def __init__(self, own: nn.Module, chooser: Chooser):
         """Raises NotExact in exact mode when an expert's rows depend on their neighbours."""
         super().__init__()
@@ -481,7 +484,7 @@ class PackedExperts(nn.Module):
         """[tokens, hidden], chosen experts and their weights [tokens, k] -> [tokens, hidden].
 
         A token's experts are added in the order they were chosen in, so that its bits do not depend
-        on how the others chose. One that is chosen as `len(experts)` is another rank's, and adds 0.
+        on how the others chose.
         """
         tokens, choices = top_k_index.shape
         order = top_k_index.reshape(-1).argsort(stable=True)

@@ -374,7 +374,7 @@ def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -
         # Machines without a GPU need not have Triton.
         from batonlm.engine.fused.kernels import TritonOperators
 
-        operators = TritonOperators(recipe)
+        operators = TritonOperators(recipe, exact=bool(config.exact))
     return Decoder(loaded.network, recipe, operators).eval()
 
 

@@ -3,8 +3,7 @@
 Queries, keys and values come from one product, a gated MLP's two halves from another. A merged
 weight replaces the weights that it is made of: theirs become views of it, so that transformers'
 modules stay what they were, and nothing is in memory twice. All other modules (embedding, output
-products, mixtures of experts, head) are used as they are, whatever has been done to them: ranks sum
-in theirs.
+products, head) are used as they are, whatever has been done to them: ranks sum in theirs.
 
 `Operators` are the steps between products. The plain ones below run everywhere and define what
 Triton's do. They round where transformers rounds.
@@ -21,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from batonlm.engine.attention.interface import AttentionContext, ForwardPass, LayerArguments
-from batonlm.engine.fused.recipe import Recipe
+from batonlm.engine.fused.recipe import Mixture, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +83,14 @@ class Operators(Protocol):
     def gate(self, merged: torch.Tensor) -> torch.Tensor:
         """[T, 2 * size], gates and then what they scale -> [T, size]."""
 
+    def route(self, logits: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of experts [T, experts] -> the chosen ones, whole numbers [T, choices], and their
+        shares, float32 [T, choices]."""
+
+    def experts(self, own: nn.Module, mixture: Mixture) -> nn.Module:
+        """Experts over the weights of transformers' module `own`: (hidden [T, size], chosen,
+        shares) -> [T, size]. A share of 0 adds nothing."""
+
 
 class PlainOperators:
     """Torch's operators, on every device."""
@@ -124,6 +131,18 @@ class PlainOperators:
         gate, up = merged.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
+    def route(self, logits: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = logits.float()
+        if mixture.normalised:
+            top, chosen = wide.topk(mixture.choices)
+            return chosen, top.softmax(-1)
+        shares, chosen = wide.softmax(-1).topk(mixture.choices)
+        return chosen, shares
+
+    def experts(self, own: nn.Module, mixture: Mixture) -> nn.Module:
+        # The module itself, in whose place packed ones are put.
+        return own
+
 
 def _turn(heads: torch.Tensor, rotation: Rotation) -> None:
     """Rotates [T, heads, head_size] in place."""
@@ -148,18 +167,25 @@ class GatedMlp(nn.Module):
         return output
 
 
-class OwnMlp(nn.Module):
-    """A mixture of experts, as transformers has it."""
+class MixtureMlp(nn.Module):
+    """A router and experts, of which each token takes some."""
 
-    def __init__(self, own: nn.Module):
+    def __init__(self, own: Any, mixture: Mixture, operators: Operators):
+        """own: transformers' module, whose weights it shares."""
         super().__init__()
-        self.own = own
+        self.router = own.gate if hasattr(own, "gate") else own.router
+        found = own.experts
+        # A rank's experts are in a module that sums them.
+        is_shared = hasattr(found, "around")
+        made = operators.experts(found.own if is_shared else found, mixture)
+        self.experts = found.around(made) if is_shared else made
+        self._mixture, self._operators = mixture, operators
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
-        output = self.own(normed[None])
-        # Some return what their router scored, too.
-        first: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return first[0]
+        router = self.router
+        logits = F.linear(normed, router.weight, getattr(router, "bias", None))
+        output: torch.Tensor = self.experts(normed, *self._operators.route(logits, self._mixture))
+        return output
 
 
 class Layer(nn.Module):
@@ -170,7 +196,12 @@ class Layer(nn.Module):
         attention = own.self_attn
         self.merged = _merged(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
         self.output = attention.o_proj
-        self.mlp = OwnMlp(own.mlp) if hasattr(own.mlp, "experts") else GatedMlp(own.mlp, operators)
+        self.mlp: nn.Module
+        if hasattr(own.mlp, "experts"):
+            assert recipe.mixture is not None
+            self.mlp = MixtureMlp(own.mlp, recipe.mixture, operators)
+        else:
+            self.mlp = GatedMlp(own.mlp, operators)
         self.first_norm = own.input_layernorm.weight
         self.second_norm = own.post_attention_layernorm.weight
         norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))

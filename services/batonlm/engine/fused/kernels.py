@@ -6,15 +6,19 @@ are float32; results are rounded to the model's type where transformers rounds t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
+from torch import nn
 
 from batonlm.engine.attention.interface import AttentionContext
 from batonlm.engine.attention.triton.backend import TritonStep
 from batonlm.engine.attention.triton.shapes import padded
 from batonlm.engine.attention.triton.tiles import jit, jit_of_any
 from batonlm.engine.fused.decoder import Heads, Rotation
-from batonlm.engine.fused.recipe import Recipe
+from batonlm.engine.fused.experts import GroupedExperts, clamped_gate, route
+from batonlm.engine.fused.recipe import Mixture, Recipe
 
 ROWS = 16
 """Rows of one head that a program of `_place` computes."""
@@ -48,9 +52,11 @@ def head_constants(size: int, rotated: int) -> dict[str, int]:
 class TritonOperators:
     """Operators whose contexts are `TritonStep` of a TritonBackend."""
 
-    def __init__(self, recipe: Recipe):
+    def __init__(self, recipe: Recipe, *, exact: bool = False):
+        """exact: whether a row's bits must not depend on how many rows there are."""
         self._epsilon = recipe.epsilon
         self._wide_scale = recipe.wide_scale
+        self._exact = exact
 
     def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._norm(hidden, None, weight)
@@ -118,6 +124,16 @@ class TritonOperators:
         output = merged.new_empty(count, size)
         _gate[(count, -(-size // ELEMENTS))](merged, output, SIZE=size, ELEMENTS=ELEMENTS)
         return output
+
+    def route(self, logits: torch.Tensor, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, mixture.choices, normalised=mixture.normalised)
+
+    def experts(self, own: nn.Module, mixture: Mixture) -> nn.Module:
+        gate = self.gate
+        if mixture.clamp is not None:
+            alpha, limit = mixture.clamp
+            gate = partial(clamped_gate, alpha=alpha, limit=limit)
+        return GroupedExperts(own, gate, exact=self._exact)
 
 
 @jit

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.linear import are_known_experts
 
 _SILU = {"silu", "swish"}
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
@@ -31,7 +32,9 @@ class Family:
     """What models of one type have in common."""
 
     experts: bool = False
-    """Whether a layer's MLP may be a mixture of experts, which stays the model's own module."""
+    """Whether a layer's MLP may be a mixture of experts."""
+    clamped: bool = False
+    """Whether experts have GPT-OSS's gate instead of silu(gate) * up."""
     wide_scale: bool = False
     """Whether a norm multiplies by its weight before it rounds to the model's type, not after."""
 
@@ -47,7 +50,7 @@ FAMILIES = {
     "seed_oss": Family(),
     "mixtral": Family(experts=True),
     "qwen3_moe": Family(experts=True),
-    "gpt_oss": Family(experts=True, wide_scale=True),
+    "gpt_oss": Family(experts=True, clamped=True, wide_scale=True),
 }
 """By transformers' model type. All add attention's output, then the MLP's, to what was put in, and
 normalise by root mean square ahead of both."""
@@ -57,7 +60,24 @@ _ATTENTION = re.compile(
     r"|self_attn\.(q|k|v|o|qkv)_proj\.(weight|bias)|self_attn\.sinks"
 )
 _DENSE = re.compile(r"mlp\.(gate|up|gate_up|down)_proj\.(weight|bias)")
-_EXPERTS = re.compile(r"mlp\..*")
+_EXPERTS = re.compile(
+    r"mlp\.(gate|router)\.(weight|bias)"
+    # A rank's experts are in a module that sums them.
+    r"|mlp\.experts\.(own\.)?(gate_up|down)_proj(_bias)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """How a token's experts are chosen and what they compute. A router's product scores experts;
+    those with the highest scores are taken, and their shares are those of a softmax."""
+
+    choices: int
+    """Experts that a token takes."""
+    normalised: bool
+    """Whether the softmax is over the experts that are taken, not over all."""
+    clamp: tuple[float, float] | None
+    """Of GPT-OSS's gate the factor in the sigmoid and the limit; None for silu(gate) * up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +95,8 @@ class Recipe:
     """Of each layer, whether queries and keys are rotated by their position."""
     attention: tuple[LayerArguments, ...]
     """Of each layer."""
+    mixture: Mixture | None = None
+    """Of all layers with experts; None where there are none."""
 
 
 def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Recipe:
@@ -101,6 +123,8 @@ def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Reci
         for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
             if type(getattr(layer.self_attn, name, None)) not in (nn.Linear, type(None)):
                 raise NotCovered(f"its {name} is no plain linear layer")
+        if hasattr(layer.mlp, "experts") and not _are_of(family, layer.mlp.experts):
+            raise NotCovered("its experts are of an unknown form")
     own = [layer.self_attn for layer in layers]
     return Recipe(
         head_size=int(own[0].head_dim),
@@ -109,4 +133,23 @@ def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Reci
         wide_scale=family.wide_scale,
         rotates=tuple(bool(getattr(each, "use_rope", True)) for each in own),
         attention=tuple(attention),
+        mixture=_mixture(family, config) if family.experts else None,
+    )
+
+
+def _are_of(family: Family, experts: Any) -> bool:
+    experts = getattr(experts, "own", experts)
+    if not are_known_experts(experts) or not experts.has_gate:
+        return False
+    return bool(experts.is_concatenated) != family.clamped
+
+
+def _mixture(family: Family, config: Any) -> Mixture:
+    clamp = None
+    if family.clamped:
+        clamp = float(config.swiglu_alpha), float(config.swiglu_limit)
+    return Mixture(
+        choices=int(config.num_experts_per_tok),
+        normalised=bool(getattr(config, "norm_topk_prob", True)),
+        clamp=clamp,
     )

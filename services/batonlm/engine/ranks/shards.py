@@ -31,7 +31,7 @@ from safetensors import safe_open
 from torch import nn
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.engine.linear import PackedExperts, are_known_experts
+from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import Bar, Build, UnsupportedModel, check_files, compute_buffers
 from batonlm.engine.ranks.group import Group
 from batonlm.engine.ranks.runner import FIELD, STAGES, Place
@@ -149,16 +149,19 @@ class SharedExperts(nn.Module):
         self.own = own
         self._first, self._count, self._group = first, count, group
 
+    def around(self, own: nn.Module) -> SharedExperts:
+        """The same of other modules over the same experts."""
+        return SharedExperts(own, self._first, self._count, self._group)
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """As an experts module of transformers: [tokens, hidden], chosen experts and their weights
         [tokens, k] -> [tokens, hidden]. A choice of another rank's expert has a weight of 0; its
-        number is `count`, which `PackedExperts` and transformers' forms for GPUs skip. The plain
-        loop, which a CPU runs only until weights are packed, computes expert 0 in vain."""
+        number is `count` for modules that skip it. Transformers' own compute expert 0 in vain."""
         local = top_k_index - self._first
         elsewhere = (local < 0) | (local >= self._count)
-        skips = hidden_states.is_cuda or isinstance(self.own, PackedExperts)
+        skips = getattr(self.own, "skips", False)
         local = local.masked_fill(elsewhere, self._count if skips else 0)
         weights = top_k_weights.masked_fill(elsewhere, 0)
         return self._group.sum(self.own(hidden_states, local, weights))
