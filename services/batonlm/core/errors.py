@@ -24,7 +24,13 @@ statuses.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
+
+MOST_NAMED = 20
+"""Longer lists of names end with "…" in a message."""
+MOST_LETTERS = 200
+"""Of a client's own words that a message repeats."""
 
 
 class Reason(Enum):
@@ -81,6 +87,15 @@ class ContextLengthExceeded(InvalidArgument):
 
 class ModelNotFound(BatonError):
     reason = Reason.MODEL_NOT_FOUND
+
+
+def model_not_found(model: str, served: Iterable[str]) -> ModelNotFound:
+    """Returns the error for a model that is not among the served ones."""
+    names = sorted(served)
+    known = ", ".join(map(repr, names[:MOST_NAMED])) + ", …" * (len(names) > MOST_NAMED)
+    there = f"it serves {known}" if names else "it serves none now"
+    text = f"This server has no model {model[:MOST_LETTERS]!r}: {there}."
+    return ModelNotFound(text, field="model")
 
 
 class Unauthenticated(BatonError):

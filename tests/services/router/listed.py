@@ -12,6 +12,7 @@ class Listed:
     def __init__(self, addresses: Iterable[str]) -> None:
         self._changes: asyncio.Queue[frozenset[str]] = asyncio.Queue()
         self.doubts = 0
+        self.lists = True
         self.set(addresses)
 
     def set(self, addresses: Iterable[str]) -> None:

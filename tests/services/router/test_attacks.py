@@ -194,7 +194,7 @@ async def test_what_baton_fails_to_do_costs_nothing(world: World) -> None:
     await world.tokenizers[0].kill()
     await until(lambda: world.met()["tokenizer"] == 0)
     for _ in range(3):
-        with pytest.raises(Exception, match="No tokenizer is ready"):
+        with pytest.raises(Exception, match="No tokenizer worker is ready"):
             await world.pipeline.open(replace(REQUEST, tenant=rated))
 
 

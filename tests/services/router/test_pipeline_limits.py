@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from batonlm.core.errors import (
     InvalidArgument,
     ModelNotFound,
     Overloaded,
+    Unavailable,
 )
 from batonlm.core.request.request import (
     Delta,
@@ -149,3 +151,22 @@ async def test_a_reader_that_is_far_behind_catches_up_in_pieces(world: World) ->
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert max(len(delta.token_ids) for delta in deltas) == MAX_DELTA_TOKENS
     await stream.aclose()
+
+
+@pytest.mark.parametrize("role", ("tokenizer", "decode", "detokenizer"))
+async def test_a_role_without_any_worker_is_named_at_once(world: World, role: str) -> None:
+    counts = {"tokenizers": 1, "decodes": 1, "detokenizers": 1, f"{role}s": 0}
+    await world.start(RouterConfig(local_prefill_tokens=0, wait_timeout_s=60.0), **counts)
+    world.listed[role].lists = False
+    async with asyncio.timeout(20.0):
+        with pytest.raises(Unavailable, match=f"no {role} worker, and none is configured"):
+            await world.ask(replace(REQUEST, prompt=TextPrompt("Hello.")))
+    await until(world.nothing_left)
+
+
+async def test_an_unknown_model_is_named_with_those_served(world: World) -> None:
+    await world.start()
+    with pytest.raises(ModelNotFound) as caught:
+        await world.ask(replace(REQUEST, model="other"))
+    served = world.pipeline.models()[0].name
+    assert caught.value.message == f"This server has no model 'other': it serves {served!r}."

@@ -43,6 +43,11 @@ def worker(name: str = "t0", *, threads: int = 2, digest: str = "d") -> Worker[T
 class Usable:
     """A pool of workers that are all usable."""
 
+    awaited = True
+
+    def absent(self) -> Unavailable:
+        return Unavailable("No tokenizer worker is ready.")
+
     def __init__(self, *workers: Worker[TokenizerClient]) -> None:
         self.workers = [*workers]
 

@@ -260,9 +260,13 @@ async def test_content_types(http: httpx.AsyncClient, headers: dict[str, str], s
 async def test_unknown_routes_and_methods(http: httpx.AsyncClient) -> None:
     missing = await http.get("/v1/nothing")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+    assert "no route /v1/nothing;" in missing.json()["error"]["message"]
+    near = await http.post("/v1/chat/completion", content=b"{}", headers=JSON)
+    assert "no route /v1/chat/completion; the nearest is /v1/chat/completions" in near.text
     wrong = await http.get(CHAT)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert "POST" in wrong.headers["allow"]
+    assert "does not take GET; it takes POST" in wrong.text
     assert (await http.post("/v1/models")).status_code == 405
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from batonlm.core.admission.concurrency_limiter import ConcurrencyLimiter
 from batonlm.core.admission.fair_queue import DrainRate, Entry, FairQueue
 from batonlm.core.admission.tenant_budgets import Limit, Refusal
-from batonlm.core.errors import BatonError, Overloaded, Unavailable
+from batonlm.core.errors import BatonError, Overloaded
 from batonlm.core.request.attempt import Phase
 from batonlm.core.routing.failures import Quarantine
 from batonlm.core.routing.load import WorkerLedger
@@ -440,7 +440,7 @@ class Dispatcher:
             (head.item.blocked for head in heads if head.item.kind == pending_attempt.kind), None
         )
         if busy is Blocked.ABSENT:
-            return Unavailable("No worker is ready for this model.", retry_after_s=1.0)
+            return self._fleet.decodes.absent()
         return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
 
     def _note_waiting(self, now: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batonlm.core.admission.fair_queue import Entry
-from batonlm.core.errors import BatonError, Reason, Unavailable
+from batonlm.core.errors import BatonError, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request_state import AttemptRun
 from batonlm.core.routing.routing import Decision, Demand, FilterReason, decide
@@ -74,7 +74,7 @@ class Placer:
                 return found
             now = loop.time()
             if now >= give_up:
-                raise Unavailable("No worker is ready for this model.", retry_after_s=1.0)
+                raise self._fleet.decodes.absent()
             # Breakers and quarantine have no known end.
             ends = [*self._failed.values(), *self._busy.values(), give_up, now + LOOK_AGAIN_S]
             await self._fleet.changed.wait(max(0.001, min(ends) - now))

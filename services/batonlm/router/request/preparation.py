@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, ModelNotFound, Unavailable
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, Unavailable, model_not_found
 from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
 from batonlm.core.observe.request_record import Replay, packed
 from batonlm.core.observe.stages import Stage
@@ -377,7 +377,7 @@ class Preparation:
         """Returns the model to use; waits while there is no worker."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
         if name and config.model and name != config.model:
-            raise ModelNotFound("There is no such model here.", field="model")
+            raise model_not_found(name, [config.model])
         loop = asyncio.get_running_loop()
         give_up = loop.time() + config.wait_timeout_s
         while True:
@@ -388,8 +388,8 @@ class Preparation:
                     # them.
                     return fleet.model_for(context.request_id, model.name) or model
             if models:
-                raise ModelNotFound("There is no such model here.", field="model")
+                raise model_not_found(name, {model.name for model in models})
             left = give_up - loop.time()
-            if left <= 0:
-                raise Unavailable("No worker is ready.", retry_after_s=1.0)
+            if left <= 0 or not fleet.decodes.awaited:
+                raise fleet.decodes.absent()
             await fleet.changed.wait(left)

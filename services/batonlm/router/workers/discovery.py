@@ -93,6 +93,9 @@ def _is_port(text: str) -> bool:
 class AddressSource(Protocol):
     """A source of the addresses of one role: DNS, Kubernetes, or a list."""
 
+    lists: bool
+    """Whether it has an address, or may have one later."""
+
     def watch(self) -> AsyncIterator[frozenset[str]]:
         """Yields all addresses (host:port) as soon as they are known and after every change,
         without end. Called once. A source that fails yields nothing; it never raises."""
@@ -114,12 +117,17 @@ class Discovery:
     def source(self, role: str) -> AddressSource:
         return self._sources.get(role) or StaticSource(())
 
+    def lists(self, role: str) -> bool:
+        """Returns whether the role's source has an address, or may have one later."""
+        return self.source(role).lists
+
 
 class StaticSource:
     """A list that never changes."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._addresses = frozenset(addresses)
+        self.lists = bool(self._addresses)
 
     async def watch(self) -> AsyncIterator[frozenset[str]]:
         yield self._addresses
@@ -169,6 +177,8 @@ class DnsSource:
     changes nothing, and a name counts as empty only after BELIEVED consecutive empty answers,
     because name servers restart, too.
     """
+
+    lists = True
 
     def __init__(
         self, name: str, port: int, *, every_s: float = 5.0, resolve: Resolve = resolve

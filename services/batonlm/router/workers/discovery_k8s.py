@@ -350,6 +350,8 @@ class KubernetesApi:
 class KubernetesSource:
     """The endpoints of one service."""
 
+    lists = True
+
     def __init__(
         self,
         api: KubernetesApi,

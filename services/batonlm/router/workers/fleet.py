@@ -462,6 +462,17 @@ class Pool(Generic[C]):
             if not (link.stands_by or link.elsewhere)
         )
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a worker may still appear: an address is known, or its source may list one."""
+        return bool(self.links) or self.context.discovery.lists(self.role)
+
+    def absent(self) -> Unavailable:
+        """Returns the error of a request that no worker of this role can serve now."""
+        if self.awaited:
+            return Unavailable(f"No {self.role} worker is ready.", retry_after_s=1.0)
+        return Unavailable(f"This server has no {self.role} worker, and none is configured.")
+
     def standbys(self) -> dict[str, int]:
         """Counts the serving standbys: those that wait, and those in use because another worker is
         missing."""
@@ -641,6 +652,6 @@ async def pick_detokenizer(
         if fresh or (usable and now >= spare_until):
             return min(fresh or usable, key=lambda worker: worker.client.num_texts)
         left = (spare_until if usable else give_up) - now
-        if left <= 0:
-            raise Unavailable("No detokenizer is ready.", retry_after_s=1.0)
+        if left <= 0 or not pool.awaited:
+            raise pool.absent()
         await changed.wait(left)

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from batonlm.core.admission.fair_queue import Entry, FairQueue
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import BatonError, DeadlineExceeded, Unavailable
+from batonlm.core.errors import BatonError, DeadlineExceeded
 from batonlm.core.observe.stages import UNTRACED, TraceContext
 from batonlm.core.request.model import AnswerFormat, ModelDescription, WorkerIdentity
 from batonlm.core.request.request import ChatPrompt, Grammar, Prompt, TextPrompt, TokenPrompt
@@ -254,11 +254,10 @@ class TokenizerQueue:
         absent = {one for one in digests if not any(worker.has_tokenizer(one) for worker in usable)}
         for entry in list(queue) if absent else ():
             wanted = entry.item
-            late = now >= wanted.give_up and not wanted.future.done()
-            if late and wanted.tokenizer_digest in absent:
+            late = now >= wanted.give_up or not self._pool.awaited
+            if late and not wanted.future.done() and wanted.tokenizer_digest in absent:
                 queue.remove(entry, served=False)
-                error = Unavailable("No tokenizer is ready.", retry_after_s=1.0)
-                wanted.future.set_exception(error)
+                wanted.future.set_exception(self._pool.absent())
 
     def _pick(
         self, fitting: list[Worker[TokenizerClient]], wanted: QueuedInput

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.resources import files
 
@@ -17,7 +18,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batonlm.core.errors import BatonError, Internal, ModelNotFound, Unauthenticated
+from batonlm.core.errors import (
+    MOST_LETTERS,
+    BatonError,
+    Internal,
+    Unauthenticated,
+    model_not_found,
+)
 from batonlm.core.request.model import ModelDescription
 from batonlm.router.api.http.access import HttpAccess, is_known
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
@@ -106,6 +113,7 @@ class HttpApp:
             _static("/docs", docs),
             *pages,
         ]
+        self._paths = [route.path for route in self.routes if isinstance(route, Route)]
         self._router = Router(self.routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,6 +129,8 @@ class HttpApp:
         except ClientGone:
             return
         except (BatonError, HttpError, HTTPException) as error:
+            if isinstance(error, HTTPException):
+                error = self._unrouted(error, scope)
             forget_frames(error)
             # The id of an admitted request, under which it can be explained.
             known = error.request_id if isinstance(error, BatonError) else ""
@@ -131,6 +141,21 @@ class HttpApp:
             log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
             await send_error(send, Internal("internal error"), request_id)
 
+    def _unrouted(self, error: HTTPException, scope: Scope) -> HttpError:
+        """Returns the error for Starlette's, which its router raises."""
+        path = scope["path"][:MOST_LETTERS]
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            return HttpError(
+                405,
+                f"{path} does not take {scope['method']}; it takes {allowed}",
+                code="method_not_allowed",
+                headers=[(b"allow", allowed.encode())],
+            )
+        near = get_close_matches(path, self._paths, n=1)
+        hint = f"; the nearest is {near[0]}" if near else "; GET /docs lists all"
+        return HttpError(404, f"there is no route {path}{hint}", code="not_found", headers=())
+
     async def _list_models(self, _: Request) -> Response:
         data = [self._model(model) for model in self._pipeline.models()]
         return json_response({"object": "list", "data": data})
@@ -139,7 +164,9 @@ class HttpApp:
         for model in self._pipeline.models():
             if model.name == request.path_params["model"]:
                 return json_response(self._model(model))
-        raise ModelNotFound("there is no such model", field="model")
+        raise model_not_found(
+            request.path_params["model"], {model.name for model in self._pipeline.models()}
+        )
 
     def _model(self, model: ModelDescription) -> Json:
         return {

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Send
 
@@ -49,21 +48,28 @@ async def send_parts(
     await send({"type": "http.response.body", "body": parts[-1]})
 
 
+CLOSES: Sequence[Header] = ((b"connection", b"close"),)
+
+
 class HttpError(Exception):
     """A failure of the HTTP exchange itself, before a core Request exists."""
 
-    def __init__(self, status: int, message: str, *, code: str):
+    def __init__(
+        self, status: int, message: str, *, code: str, headers: Sequence[Header] | None = None
+    ):
+        """headers: None closes the connection, whose request body was not read to its end."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.code = code
+        self.headers = CLOSES if headers is None else headers
 
     def body(self) -> Json:
         error = {"type": "invalid_request_error", "param": None, "code": self.code}
         return {"error": {"message": self.message, **error, "retryable": False}}
 
 
-Failure = BatonError | HttpError | HTTPException
+Failure = BatonError | HttpError
 
 
 def error_document(error: BatonError | HttpError) -> Json:
@@ -72,24 +78,13 @@ def error_document(error: BatonError | HttpError) -> Json:
 
 async def send_error(send: Send, error: Failure, request_id: str) -> None:
     headers: list[Header] = [(b"x-request-id", request_id.encode())]
-    if isinstance(error, HTTPException):
-        # Raised by Starlette's router.
-        if allow := (error.headers or {}).get("Allow"):
-            headers.append((b"allow", allow.encode()))
-        error = METHOD_NOT_ALLOWED if error.status_code == 405 else NO_SUCH_ROUTE
-    elif isinstance(error, HttpError | Unauthenticated):
-        # The body was not read to its end.
-        headers.append((b"connection", b"close"))
     if isinstance(error, Unauthenticated):
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers += [*CLOSES, (b"www-authenticate", b"Bearer")]
     if isinstance(error, HttpError):
         status = error.status
+        headers += error.headers
     else:
         status = http_status(error)
         hints = retry_after_headers(with_hint(error))
         headers += [(name.encode(), value.encode()) for name, value in hints.items()]
     await send_json(send, status, error_document(error), headers)
-
-
-METHOD_NOT_ALLOWED = HttpError(405, "this method is not allowed here", code="method_not_allowed")
-NO_SUCH_ROUTE = HttpError(404, "there is no such route", code="not_found")

@@ -258,7 +258,7 @@ class VllmEngine(pb_grpc.VllmEngineServicer):
         self._check_single()
         for model in self._pipeline.models():
             return model
-        raise Unavailable("No worker is ready.", retry_after_s=1.0)
+        raise Unavailable("No decode worker is ready.", retry_after_s=1.0)
 
 
 class Aborted(Exception):
