@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, NoReturn
 
-from jinja2 import Template, nodes
+from jinja2 import Template, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -285,6 +285,7 @@ class ChatTemplate:
         self._uses_content = "content" in setup.source
         self._special_tokens = setup.special_tokens
         self._template = template
+        self._variables = meta.find_undeclared_variables(sandbox.parse(setup.source))
         self._sandbox = sandbox
         self._control = _Control(setup)
 
@@ -297,6 +298,12 @@ class ChatTemplate:
                 "cannot be combined with add_generation_prompt", field="continue_final_message"
             )
         kwargs = parse_template_kwargs(chat.template_kwargs)
+        for name in chat.needed_variables:
+            if name not in self._variables:
+                raise InvalidArgument(
+                    "is not supported by this model: its chat template has no such variable",
+                    field=name,
+                )
         values = _Values(chat_messages(chat), chat_tools(chat), kwargs)
         text = self._text(chat, values)
         try:

@@ -107,6 +107,7 @@ class Chat(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     TEMPLATE_FIELD_NUMBER: _builtins.int
+    NEEDED_VARIABLES_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Append the opening of an assistant message."""
     continue_final_message: _builtins.bool
@@ -123,6 +124,10 @@ class Chat(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Tool]:
         """The tools that the template shows to the model."""
 
+    @_builtins.property
+    def needed_variables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names out of template_kwargs that the template must have as variables, else it is an error."""
+
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class Chat(_message.Message):
         tools: _abc.Iterable[_types_pb2.Tool] | None = ...,
         template_kwargs: _builtins.str = ...,
         template: _builtins.str = ...,
+        needed_variables: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template", b"template", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "needed_variables", b"needed_variables", "template", b"template", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,7 +135,6 @@ async def refusal(http: httpx.AsyncClient, path: str, body: bytes) -> tuple[int,
         (chat(structured_outputs={"choice": []}), "structured_outputs.choice"),
         (chat(structured_outputs={"choice": ["a", ""]}), "structured_outputs.choice"),
         (chat(structured_outputs={"structural_tag": "{}"}), "structured_outputs"),
-        (chat(guided_json={"type": "object"}), "guided_json"),
     ],
 )
 async def test_chat_names_the_field(

@@ -80,6 +80,16 @@ def test_a_client_sets_variables_of_the_template(tmp_path: Path) -> None:
     assert encoder.decode(ids, False) == "hi3xy<s>"
 
 
+def test_a_variable_that_the_template_lacks_is_refused_where_it_is_needed(tmp_path: Path) -> None:
+    template = "{% set mood = 1 %}{% for m in messages %}{{ m.content }}{{ level }}{% endfor %}"
+    folder = write_folder(tmp_path, chat_template=template)
+    given = '{"level": "x", "mood": "y"}'
+    needed = chat("hi", template_kwargs=given, needed_variables=("level",))
+    assert encoder_of(folder).decode(ids_of(encoder_of(folder), needed), False) == "hix"
+    assert refused(folder, chat("hi", template_kwargs=given, needed_variables=("mood",))) == "mood"
+    assert ids_of(encoder_of(folder), chat("hi", template_kwargs=given))
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -168,6 +168,9 @@ class ChatPrompt:
     """Additional template variables as the text of a JSON object, or empty."""
     template: str = ""
     """A template that replaces the model's own, where the operator allows it, or empty."""
+    needed_variables: tuple[str, ...] = ()
+    """Names of template_kwargs without which the answer is another one: a template that has no such
+    variable is an error."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -11,7 +11,7 @@ from batonlm.core.request.request import Grammar, GrammarKind
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_CHOICES = 1024
 
-_PREDICATES = ("must ", "cannot be ", "takes ")
+_PREDICATES = ("must ", "cannot be ", "takes ", "is not supported ")
 """Beginnings of messages that describe their field without naming it."""
 
 

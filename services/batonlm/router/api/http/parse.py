@@ -8,7 +8,7 @@ SamplingParams only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -35,6 +35,8 @@ from batonlm.core.request.request import (
 from batonlm.core.request.validation import REQUEST_RANGES, validate
 from batonlm.router.api.http.responses import encode
 from batonlm.router.api.http.schema import (
+    SPELLINGS,
+    TEMPLATE_VARIABLES,
     ChatBody,
     ChatMessage,
     ChatTemplateBody,
@@ -117,23 +119,22 @@ def parse_chat(raw: bytes) -> GenerationCall:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, ChatBody)
     names = {"prompt": "messages", **client_names(ChatBody)}
-    if body.max_completion_tokens is not None:
-        body.max_tokens = body.max_completion_tokens
-        names["max_tokens"] = "max_completion_tokens"
+    names |= _respell(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidArgument("top_logprobs needs logprobs = true", field="top_logprobs")
     body.top_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    call = _call(body, [chat_prompt(body)], ignored, names, body.prompt_logprobs)
+    prompt, variables = _with_variables(chat_prompt(body), body)
+    call = _call(body, [prompt], ignored, names | variables, body.prompt_logprobs)
     return replace(call, include_reasoning=body.include_reasoning is not False)
 
 
 def parse_completion(raw: bytes) -> GenerationCall:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, CompletionBody)
-    names = client_names(CompletionBody)
+    names = client_names(CompletionBody) | _respell(body)
     if body.best_of is not None and body.best_of != (1 if body.n is None else body.n):
         raise InvalidArgument("best_of other than n is not supported", field="best_of")
-    if body.max_tokens is None:
+    if body.max_tokens is None and body.n_predict is None:
         body.max_tokens = COMPLETION_MAX_TOKENS
     wanted = body.prompt_logprobs
     if body.echo and body.top_logprobs is not None:
@@ -159,6 +160,47 @@ def chat_prompt(body: ChatBody | ChatTemplateBody) -> ChatPrompt:
             else ToolChoice()
         ),
     )
+
+
+def _respell(body: GenerationBody) -> dict[str, str]:
+    """Sets the attributes that the client gave by other names, see SPELLINGS.
+
+    Returns the attributes' names to the client's. Raises InvalidArgument for two values."""
+    names: dict[str, str] = {}
+    theirs = client_names(type(body))
+    for spelling, ours in SPELLINGS.items():
+        value = getattr(body, spelling, None)
+        if value is None or (spelling == "n_predict" and value == -1):
+            continue
+        known = getattr(body, ours)
+        if known is not None and known != value:
+            other = names.get(ours, theirs.get(ours, ours))
+            raise InvalidArgument(f"{spelling} and {other} differ", field=spelling)
+        setattr(body, ours, value)
+        names[ours] = spelling
+    return names
+
+
+def _with_variables(prompt: ChatPrompt, body: ChatBody) -> tuple[ChatPrompt, dict[str, str]]:
+    """Returns the prompt with the variables of its template that the body sets by fields of their
+    own, and the variables' names to the client's."""
+    kwargs = dict(body.template_kwargs or {})
+    names: dict[str, str] = {}
+    for field, variable in TEMPLATE_VARIABLES.items():
+        value = getattr(body, field)
+        if value is None:
+            continue
+        if field == "reasoning_effort" and value == "none":
+            variable, value = "enable_thinking", False
+        if variable in kwargs and kwargs[variable] != value:
+            other = names.get(variable, f"chat_template_kwargs.{variable}")
+            raise InvalidArgument(f"{field} and {other} differ", field=field)
+        kwargs[variable] = value
+        names[variable] = field
+    if not names:
+        return prompt, names
+    text = encode(kwargs).decode()
+    return replace(prompt, template_kwargs=text, needed_variables=tuple(names)), names
 
 
 def listed(names: Sequence[str]) -> bytes:
@@ -247,14 +289,28 @@ def _seed(seed: int | None) -> int | None:
 def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
     """Returns the grammar for every choice, and the client's name of the field that it comes
     from."""
-    grammar, name = _of_response_format(body)
-    if body.structured_outputs is None:
-        return grammar, name
-    other, other_name = _of_structured_outputs(body.structured_outputs)
-    if grammar and other:
-        name = "structured_outputs"
-        raise InvalidArgument(f"{name} cannot be combined with response_format", field=name)
-    return (other, other_name) if other else (grammar, name)
+    forms = [_of_response_format(body), *_of_single_fields(body)]
+    if body.structured_outputs is not None:
+        forms.append(_of_structured_outputs(body.structured_outputs))
+    given = [form for form in forms if form[0] is not None]
+    if len(given) > 1:
+        (_, first), (_, name) = given[:2]
+        raise InvalidArgument(f"{name} cannot be combined with {first}", field=name)
+    return given[0] if given else forms[0]
+
+
+def _of_single_fields(body: GenerationBody) -> Iterator[tuple[Grammar | None, str]]:
+    """Yields the forms that have a field of their own. Some clients send "" for none."""
+    for name in ("json_schema", "guided_json"):
+        yield _json_schema(getattr(body, name), name), name
+    for name in ("regex", "guided_regex"):
+        if text := getattr(body, name):
+            yield Grammar(GrammarKind.REGEX, text), name
+    for name in ("ebnf", "grammar", "guided_grammar"):
+        if text := getattr(body, name):
+            yield lark_or_gbnf(text), name
+    if body.guided_choice:
+        yield choice(body.guided_choice, "guided_choice"), "guided_choice"
 
 
 def _of_response_format(body: GenerationBody) -> tuple[Grammar | None, str]:
@@ -312,6 +368,13 @@ def _json_schema(given: msgspec.Raw, field: str) -> Grammar | None:
 
 
 def _message(index: int, message: ChatMessage) -> Message:
+    for name in ("prefix", "partial"):
+        if getattr(message, name):
+            where = f"messages[{index}].{name}"
+            raise InvalidArgument(
+                f"{where} is not supported here; continue_final_message may serve instead",
+                field=where,
+            )
     # "developer" is OpenAI's newer name for "system"; chat templates support the older one.
     return Message(
         "system" if message.role == "developer" else message.role,

@@ -2,9 +2,10 @@
 
 This is the only definition of each body: the decoder, the names in errors and the OpenAPI document
 are derived from it. An attribute is named as in core; `name=` is the client's name where it
-differs. A field exists here exactly when it is applied. `REFUSED` names parameters that would
-change the answer but are not supported, so that they are an error instead of being ignored. All
-others are accepted without effect and named in a response header.
+differs. A field exists here exactly when it is applied. `SPELLINGS` are other names for such
+fields, of other servers. `REFUSED` names parameters that would change the answer but are not
+supported, so that they are an error instead of being ignored. All others are accepted without
+effect and named in a response header.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    # Other servers' ways to ask for continue_final_message; refused.
+    prefix: bool | None = None
+    partial: bool | None = None
 
 
 class Function(msgspec.Struct):
@@ -136,6 +140,20 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     # OpenAI has it for chats, vLLM for text completions, too.
     response_format: ResponseFormat | None = None
+    # One form each, as SGLang, llama.cpp and earlier versions of vLLM name them.
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    json_schema: msgspec.Raw = msgspec.field(default_factory=_null)
+    guided_json: msgspec.Raw = msgspec.field(default_factory=_null)
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # See SPELLINGS
+    max_new_tokens: int | None = None
+    n_predict: int | None = None
+    min_new_tokens: int | None = None
+    no_stop_trim: bool | None = None
 
 
 class ChatTemplateBody(msgspec.Struct, kw_only=True):
@@ -184,6 +202,11 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    # Variables of the chat template, see TEMPLATE_VARIABLES
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -196,26 +219,164 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+SPELLINGS: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",  # OpenAI
+    "max_new_tokens": "max_tokens",  # SGLang, TGI
+    "n_predict": "max_tokens",  # llama.cpp; -1: as many as fit
+    "min_new_tokens": "min_tokens",  # SGLang
+    "no_stop_trim": "include_stop_string",  # SGLang
+}
+"""Fields that are another name for one of GenerationBody's attributes."""
+
+TEMPLATE_VARIABLES: Mapping[str, str] = {
+    "reasoning_effort": "reasoning_effort",  # OpenAI
+    "enable_thinking": "enable_thinking",  # Qwen
+    "thinking_budget": "thinking_budget",  # Qwen
+    "thinking_token_budget": "thinking_budget",  # vLLM
+}
+"""Fields of a chat by the variable of its template that they set. A template without the variable
+would drop them, so it is an error then."""
+
+_OFF: tuple[object, ...] = (False,)
+_ZERO: tuple[object, ...] = (0,)
+_ONE: tuple[object, ...] = (1,)
+_EMPTY: tuple[object, ...] = ([], {}, "")
 REFUSED: Mapping[str, tuple[object, ...]] = {
+    # OpenAI
     "audio": (),
-    "bad_words": ([],),
-    "documents": ([],),
-    "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "reasoning": ({},),
+    "suffix": ("",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # of one of the two routes only
+    "echo": _OFF,
+    "enable_thinking": (),
+    "reasoning_effort": (),
+    "thinking_budget": (),
+    "thinking_token_budget": (),
+    # Anthropic, Cohere, Google, Mistral
+    "documents": ([],),
+    "safe_prompt": _OFF,
+    "thinking": (),
+    # vLLM
+    "bad_words": ([],),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "length_penalty": _ONE,
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "modalities": (["text"],),
     "prompt_embeds": (),
-    "suffix": ("",),
-    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": _OFF,
+    # SGLang, Dynamo
+    "custom_logit_processor": _EMPTY,
+    "custom_params": _EMPTY,
+    "input_embeds": (),
+    "input_ids": (),
+    "lora_path": _EMPTY,
+    "nvext": ({},),
+    "return_hidden_states": _OFF,
+    "sampling_params": ({},),
+    "separate_reasoning": (True,),
+    "session_params": ({},),
+    "stop_regex": _EMPTY,
+    "structural_tag": _EMPTY,
+    # llama.cpp
+    "dry_multiplier": _ZERO,
+    "dynatemp_range": _ZERO,
+    "grammar_lazy": _OFF,
+    "lora": _EMPTY,
+    "mirostat": _ZERO,
+    "n_indent": _ZERO,
+    "n_probs": _ZERO,
+    "post_sampling_probs": _OFF,
+    "reasoning_budget": (-1,),
+    "reasoning_format": ("auto", "deepseek"),
+    "repeat_penalty": _ONE,
+    "samplers": ([],),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": _ONE,
+    "top_n_sigma": (0, -1),
+    "typical_p": _ONE,
+    "typ_p": _ONE,
+    "xtc_probability": _ZERO,
+    # Ollama
+    "format": ("",),
+    "images": ([],),
+    "num_ctx": (),
+    "num_predict": (),
+    "options": ({},),
+    "system": ("",),
+    "template": ("",),
+    "think": (),
+    # TGI, transformers, text-generation-webui
+    "adapter_id": _EMPTY,
+    "ban_eos_token": _OFF,
+    "bad_words_ids": ([],),
+    "custom_token_bans": ("",),
+    "diversity_penalty": _ZERO,
+    "do_sample": (True,),
+    "early_stopping": _OFF,
+    "encoder_repetition_penalty": _ONE,
+    "eos_token_id": (),
+    "epsilon_cutoff": _ZERO,
+    "eta_cutoff": _ZERO,
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "frequency_penalty_range": _ZERO,
+    "guidance_scale": _ONE,
+    "max_length": (),
+    "max_time": (),
+    "min_length": _ZERO,
+    "mirostat_mode": _ZERO,
+    "negative_prompt": ("",),
+    "no_repeat_ngram_size": _ZERO,
+    "num_beams": _ONE,
+    "num_return_sequences": _ONE,
+    "parameters": ({},),
+    "penalty_alpha": _ZERO,
+    "preset": ("",),
+    "sampler_priority": ([],),
+    "sequence_bias": _EMPTY,
+    "smoothing_factor": _ZERO,
+    "suppress_tokens": ([],),
+    "temperature_last": _OFF,
+    "tfs": _ONE,
+    "top_a": _ZERO,
+    "watermark": _OFF,
 }
-"""Each parameter with the values that are accepted because they have no effect; null always is."""
+"""Each parameter with the values that are accepted because they have no effect; null always is.
+
+Those of other servers are from the documentation of their APIs: what changes an answer there."""
+
+INSTEAD: Mapping[str, str] = {
+    "do_sample": "temperature = 0",
+    "documents": "messages",
+    "eos_token_id": "stop_token_ids",
+    "format": "response_format",
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "input_ids": "a text completion's prompt, which may be token ids,",
+    "max_length": "max_tokens",
+    "n_probs": "logprobs",
+    "num_ctx": "the server's own option",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "reasoning": "reasoning_effort",
+    "reasoning_budget": "thinking_token_budget",
+    "repeat_penalty": "repetition_penalty",
+    "separate_reasoning": "include_reasoning",
+    "stop_regex": "stop",
+    "suppress_tokens": "logit_bias",
+    "bad_words_ids": "logit_bias",
+    "system": "a message of the role system",
+    "think": "enable_thinking",
+    "thinking": "enable_thinking",
+}
+"""What has the meaning, or a part of it, of a parameter that is refused."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -252,7 +413,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         given = {name for name, raw in parameters.items() if bytes(raw) != b"null"}
         for name in sorted((given & refused.keys()) - applied):
             if msgspec.json.decode(parameters[name]) not in refused[name]:
-                raise InvalidArgument(f"{name} is not supported", field=name)
+                raise InvalidArgument(_unsupported(name), field=name)
         parsed = msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         raise _mismatch(str(error)) from None
@@ -261,6 +422,11 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     except RecursionError:
         raise InvalidArgument("the body is nested too deeply") from None
     return parsed, tuple(sorted(given - refused.keys() - applied))
+
+
+def _unsupported(name: str) -> str:
+    instead = f"; {INSTEAD[name]} may serve instead" if name in INSTEAD else ""
+    return f"{name} is not supported here{instead}"
 
 
 def client_names(kind: type[msgspec.Struct]) -> dict[str, str]:
