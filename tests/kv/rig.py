@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
+import torch
 
 from batonlm.core.handover.table import LIMITS, State, StateLimit
 from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
@@ -21,6 +23,7 @@ from batonlm.core.scheduler.plan import KvPayload, StagingMemory
 from batonlm.rpc.channels import INTERNAL_CLIENT
 from batonlm.rpc.errors import ErrorInterceptor
 from batonlm.rpc.server import INTERNAL_SERVER
+from batonlm.transfer import nixl
 from batonlm.transfer.peers import CollectStream, SenderConnection
 from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest
 from batonlm.transfer.sender import KvSender, PendingTransfer
@@ -180,6 +183,19 @@ class Rig:
         await until(lambda: self.landed.ring.num_free == self.landed.ring.num_buffers)
 
 
+def device_memory(num_bytes: int) -> StagingMemory:
+    """Ordinary memory that is treated as a device's. Skips the test where that cannot be."""
+    if not nixl.available():
+        pytest.skip("NIXL is not installed")
+    pytest.importorskip("triton")
+    from batonlm.engine.kv.staging import DeviceStaging
+    from tests.engine.devices import reason_against_interpreter
+
+    if reason := reason_against_interpreter():
+        pytest.skip(reason)
+    return DeviceStaging(torch.device("cpu"), num_bytes)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that must come true, and fails when it does not."""
     async with asyncio.timeout(20):
@@ -209,7 +225,14 @@ async def rig(
     sender_faults: Faults = NO_FAULTS,
     receiver_faults: Faults = NO_FAULTS,
 ) -> AsyncIterator[Rig]:
-    """Everything running; checked on leaving: all buffers free, no task left."""
+    """Everything running; checked on leaving: all buffers free, no task left.
+
+    transport: loopback, nixl, or device: nixl between memories that stand for those of devices.
+    """
+    if transport == "device":
+        transport = "nixl"
+        sender_memory = device_memory(num_buffers * sender_buffer_bytes)
+        receiver_memory = device_memory(num_buffers * receiver_buffer_bytes)
     before = asyncio.all_tasks()
     server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=INTERNAL_SERVER)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

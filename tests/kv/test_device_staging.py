@@ -7,13 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from batonlm.core.errors import HandoverFailed, Unavailable
+from batonlm.core.errors import HandoverFailed, InvalidArgument, Unavailable
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.engine.kv.cache import BlockCache
 from batonlm.engine.kv.staging import DeviceStaging
 from batonlm.testing.faults import FaultInjector, FaultSpec, parse
-from batonlm.transfer import nixl
+from batonlm.transfer import nixl, receiver
 from batonlm.transfer.kv_chunk import POLY
+from batonlm.transfer.receiver import MAX_IN_FLIGHT
 from batonlm.transfer.transports import Staging
 from tests.engine.devices import reason_against_interpreter
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, POSITIONS_PER_BUFFER, Pool, expected, rig
@@ -80,6 +81,43 @@ async def test_damage_is_found_before_it_is_unpacked(rule: str) -> None:
             await world.collect(offer, pool)
         assert sum(each.injected.total() for each in faults) == 1
         assert pool.kv.items() <= expected(offer.handover_id, POSITIONS).items()
+
+
+async def test_no_more_is_tried_on_one_key_than_may_be_in_flight() -> None:
+    """The bound of decision 043 on forgeries: every KV chunk is damaged, and few are looked at."""
+    faults = FaultInjector(FaultSpec())
+    async with rig("device", num_buffers=16, sender_faults=faults) as world:
+        await world.receiver.meet(world.sender.identity)
+        faults.arm(parse("corrupt@sender.sealed:part=payload"))
+        offer, pool = world.offer(12 * POSITIONS_PER_BUFFER), Pool()
+        world.compute(offer)
+        with pytest.raises(HandoverFailed, match="what was announced"):
+            await world.collect(offer, pool)
+        assert 1 <= world.receiver.stats.mismatches["digest"] <= MAX_IN_FLIGHT
+        assert not pool.kv
+        with pytest.raises(InvalidArgument, match="used before"):
+            world.offer(1, handover_id=offer.handover_id)
+
+
+async def test_a_read_that_hangs_keeps_its_buffer_and_the_rest_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "READ_S", 0.3)
+    faults = FaultInjector(FaultSpec())
+    async with rig("device", num_buffers=8, receiver_faults=faults) as world:
+        await world.receiver.meet(world.sender.identity)
+        faults.arm(parse("drop@transport.read:at=1,seconds=2"))
+        offer, pool = world.offer(POSITIONS), Pool()
+        world.compute(offer)
+        with pytest.raises(HandoverFailed, match="could not be read"):
+            await world.collect(offer, pool)
+        assert world.landed.ring.num_orphaned == 1
+        again, next_pool = world.offer(POSITIONS), Pool()
+        world.compute(again)
+        await world.collect(again, next_pool)
+        assert next_pool.kv == expected(again.handover_id, POSITIONS)
+        assert pool.kv == {}, "nothing is unpacked behind a gap"
+        # The buffer comes back when the read has ended, which the rig waits for.
 
 
 async def test_a_device_without_nixl_is_refused() -> None:

@@ -29,6 +29,7 @@ from tests.kv.rig import TOKENS, Pool, Rig, identity, rig, until
 
 ABOUT = {"request_id": "r1", "trace_id": "t1"}
 STAGES = ("opened", "reserving", "packing", "unpacking", "waiting for token 0")
+TRANSPORTS = ("loopback", pytest.param("device", marks=pytest.mark.deep))
 
 
 class Reserving(Pool):
@@ -79,7 +80,7 @@ def let_go(world: Rig, pool: Reserving) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("transport", ["loopback", "nixl", "device"])
 @pytest.mark.parametrize("stage", STAGES)
 async def test_the_receiver_is_cancelled(stage: str, transport: str) -> None:
     async with rig(transport) as world:
@@ -102,9 +103,10 @@ async def test_the_receiver_is_cancelled(stage: str, transport: str) -> None:
         assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"cancelled": 1}
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_sender_gives_up(stage: str) -> None:
-    async with rig() as world:
+async def test_the_sender_gives_up(stage: str, transport: str) -> None:
+    async with rig(transport) as world:
         offer, pool, collecting = await at(stage, world)
         offer.fail(Cancelled("the client left"))
         await asyncio.sleep(0.05)
@@ -116,9 +118,10 @@ async def test_the_sender_gives_up(stage: str) -> None:
         assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"cancelled": 1}
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_sender_leaves(stage: str) -> None:
-    async with rig() as world:
+async def test_the_sender_leaves(stage: str, transport: str) -> None:
+    async with rig(transport) as world:
         offer, pool, collecting = await at(stage, world)
         closing = asyncio.create_task(world.sender.close())
         await asyncio.sleep(0.05)
@@ -130,9 +133,10 @@ async def test_the_sender_leaves(stage: str) -> None:
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("stage", STAGES)
-async def test_the_stream_breaks(stage: str) -> None:
-    async with rig() as world:
+async def test_the_stream_breaks(stage: str, transport: str) -> None:
+    async with rig(transport) as world:
         offer, pool, collecting = await at(stage, world)
         await world.cut()
         await asyncio.sleep(0.05)

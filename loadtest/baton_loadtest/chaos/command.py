@@ -24,14 +24,24 @@ TCP = "tcp,self"
 def add_kv(kinds: Any) -> None:
     """Adds a parser for every experiment."""
     kinds.add_parser("points", help="list where things can be made to go wrong, and what can")
-    corruptions = _kind(kinds, "corruptions", "damaged KV chunks against those found", count=10_000)
+    corruptions = _two_processes(
+        _kind(kinds, "corruptions", "damaged KV chunks against those found", count=10_000)
+    )
     corruptions.add_argument(
         "--requests", type=int, default=500, metavar="N", help="whole requests besides; 0: none"
     )
-    _kind(kinds, "clean", "KV chunks that are taken for damaged and are not", count=100_000)
-    _kind(kinds, "freeze-kill", "either side frozen and killed at every point", count=208, tls=TCP)
-    late = _kind(
-        kinds, "late-write", "bytes that arrive when nobody waits any more", count=20, tls=TCP
+    _two_processes(
+        _kind(kinds, "clean", "KV chunks that are taken for damaged and are not", count=100_000)
+    )
+    _two_processes(
+        _kind(
+            kinds, "freeze-kill", "either side frozen and killed at every point", count=208, tls=TCP
+        )
+    )
+    late = _two_processes(
+        _kind(
+            kinds, "late-write", "bytes that arrive when nobody waits any more", count=20, tls=TCP
+        )
     )
     late.add_argument("--slot-mib", type=int, default=4, metavar="MIB", help="size of a buffer")
     storm = _kind(kinds, "cancel-storm", "what cancelled requests leave behind", count=10_000)
@@ -41,6 +51,17 @@ def add_kv(kinds: Any) -> None:
     head = _kind(kinds, "head-of-line", "requests beside a decode worker in trouble")
     head.add_argument("--rounds", type=int, default=5, metavar="N", help="of each kind")
     head.add_argument("--seconds", type=float, default=4.0, metavar="S", help="of a round")
+
+
+def _two_processes(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the option of experiments on `sides`, which have no engine."""
+    parser.add_argument(
+        "--memory",
+        choices=("host", "device"),
+        default="host",
+        help="where buffers lie; device: the code for a GPU's, on ordinary memory; needs nixl",
+    )
+    return parser
 
 
 def add_hang(kinds: Any) -> None:
@@ -187,6 +208,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.chaos == "run":
         settle(args)
+    if getattr(args, "memory", "host") == "device" and args.transport != "nixl":
+        raise InvalidArgument("only nixl moves KV between devices' memories", field="transport")
     print(f"seed {args.seed}", file=sys.stderr)
     name = f"streams.{args.schedule}" if args.chaos == "run" else args.experiment
     module = import_module(f"baton_loadtest.chaos.{name.replace('-', '_')}")

@@ -90,23 +90,32 @@ INJECTIONS = {
     "other layout in the buffer": "layout@sender.sealed",
     "other layout announced": "layout@sender.told",
 }
+HEADERS = {rule for rule in INJECTIONS.values() if rule.endswith("part=header")} | {
+    f"{kind}@sender.sealed" for kind in ("stale", "length", "layout")
+}
+"""What damages the header in a buffer, where buffers in a device have none."""
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken if a process has ended or does not answer."""
-    settings = Settings(transport=args.transport, buffer_bytes=ALIGNMENT)
+    settings = Settings(transport=args.transport, memory=args.memory, buffer_bytes=ALIGNMENT)
     settings = replace(settings, positions=KV_CHUNKS * 15, chunk=15)
     draw = random.Random(args.seed)
     injected: Counter[str] = Counter()
     detected: Counter[str] = Counter()
     wrong = retried = 0
+    injections = {
+        name: rule
+        for name, rule in INJECTIONS.items()
+        if args.memory == "host" or rule not in HEADERS
+    }
     with World(settings, draw, args.ucx_tls) as world:
         # A chunk can be replayed only after others were sent.
         for _ in range(3):
             world.hand_over()
         for number in range(args.count):
-            name = list(INJECTIONS)[number % len(INJECTIONS)]
-            found, bad = _inject(world, INJECTIONS[name])
+            name = list(injections)[number % len(injections)]
+            found, bad = _inject(world, injections[name])
             injected[name] += 1
             detected[name] += found
             again = world.hand_over(sender={"faults": ""}, receiver={"faults": ""})
@@ -115,7 +124,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
         world.settle()
     results = [
         compared(f"found: {name}", detected[name], "", injected[name], 1.0)
-        for name in INJECTIONS
+        for name in injections
         if injected[name]
     ]
     return [

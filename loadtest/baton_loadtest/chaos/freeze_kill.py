@@ -57,7 +57,12 @@ def measure(args: argparse.Namespace) -> list[Result]:
     cases = [(side, point, how) for how in ("freeze", "kill") for side, point in PLACES]
     # Large enough that a read is often in progress when its sender stops.
     settings = Settings(
-        transport=args.transport, buffer_bytes=256 << 10, layers=32, positions=6 * 63, chunk=2 * 63
+        transport=args.transport,
+        memory=args.memory,
+        buffer_bytes=256 << 10,
+        layers=32,
+        positions=6 * 63,
+        chunk=2 * 63,
     )
     with World(settings, draw, args.ucx_tls) as world:
         world.hand_over()

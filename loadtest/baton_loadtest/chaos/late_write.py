@@ -29,6 +29,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     per_buffer = (buffer_bytes - HEADER_BYTES) // (128 * LAYERS)
     settings = Settings(
         transport=args.transport,
+        memory=args.memory,
         num_buffers=8,
         buffer_bytes=buffer_bytes,
         layers=LAYERS,

@@ -26,6 +26,7 @@ import numpy as np
 from batonlm.core.errors import BatonError
 from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
 from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.scheduler.plan import KvPayload, StagingMemory
 from batonlm.rpc.channels import Channels, bind
 from batonlm.rpc.errors import ErrorInterceptor
 from batonlm.rpc.lifecycle import die_with_parent, new_instance_id
@@ -36,7 +37,7 @@ from batonlm.transfer.nixl import NixlTransport
 from batonlm.transfer.peers import SenderConnection
 from batonlm.transfer.receiver import KvReceiver, TransferRequest
 from batonlm.transfer.sender import KvSender, PendingTransfer
-from batonlm.transfer.staging import KvTransport, StagingBuffer, StagingPool
+from batonlm.transfer.staging import HostMemory, KvTransport, StagingBuffer, StagingPool
 from batonlm.transfer.stats import HandoverStats
 from batonlm.transfer.stream import Liveness
 from batonlm.transfer.transports import Staging, TransferReader
@@ -49,6 +50,8 @@ class Settings:
     """The settings of both processes."""
 
     transport: str = "nixl"
+    memory: str = "host"
+    """That buffers lie in: the host's, or a device's, for which ordinary memory stands."""
     num_buffers: int = 8
     buffer_bytes: int = 4096
     layers: int = 2
@@ -89,7 +92,7 @@ class Pool:
         """The room between its two guards."""
         self._unpacked: set[int] = set()
 
-    async def unpack(self, first_position: int, count: int, payload: memoryview) -> None:
+    async def unpack(self, first_position: int, count: int, payload: bytes | memoryview) -> None:
         start = self._margin + first_position * self._size
         self.memory[start : start + count * self._size] = payload
         self._unpacked.update(range(first_position, first_position + count))
@@ -140,9 +143,9 @@ class WatchedRing(StagingPool):
 
     taken: set[int]
 
-    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+    def __init__(self, num_buffers: int, buffer_bytes: int, memory: StagingMemory) -> None:
         self.taken = set()
-        super().__init__(num_buffers, buffer_bytes)
+        super().__init__(num_buffers, buffer_bytes, memory)
 
     def take(self, peer: str) -> StagingBuffer | None:
         buffer = super().take(peer)
@@ -159,7 +162,10 @@ class Guarded:
     does.
     """
 
-    def __init__(self, num_buffers: int, buffer_bytes: int) -> None:
+    def __init__(
+        self, num_buffers: int, buffer_bytes: int, make: Callable[[int], StagingMemory]
+    ) -> None:
+        """make: memory of so many bytes."""
         size = num_buffers * buffer_bytes
         self._canary = bytes([CANARY]) * size
         self._buffer_canary = bytes([CANARY]) * buffer_bytes
@@ -167,7 +173,7 @@ class Guarded:
         fillers = []
         for _ in range(TRIES):
             self.above = mmap.mmap(-1, size)
-            self.ring = WatchedRing(num_buffers, buffer_bytes)
+            self.ring = WatchedRing(num_buffers, buffer_bytes, make(size))
             self.below = mmap.mmap(-1, size)
             self.adjacent = sum(
                 _address(guard) - self.ring.base_address == distance
@@ -188,7 +194,7 @@ class Guarded:
     def clear(self) -> None:
         """Fills all buffers with a pattern. All of them must be free."""
         for index in range(self.ring.num_buffers):
-            self.ring.view(index)[:] = self._buffer_canary
+            self.ring.memory.write(self.ring.view(index), self._buffer_canary)
         self.ring.taken.clear()
 
     def num_changed(self) -> int:
@@ -196,20 +202,32 @@ class Guarded:
         taken."""
         changed = sum(differing(guard[:], self._canary) for guard in self._guards)
         for index in set(range(self.ring.num_buffers)) - self.ring.taken:
-            changed += differing(self.ring.view(index), self._buffer_canary)
+            changed += differing(self._contents(index), self._buffer_canary)
         return changed
 
     def snapshot(self) -> None:
         """Stores the contents of every buffer."""
-        self._before = {i: bytes(self.ring.view(i)) for i in range(self.ring.num_buffers)}
+        self._before = {i: self._contents(i) for i in range(self.ring.num_buffers)}
 
     def num_late(self) -> int:
         """Returns the bytes in buffers that changed since `snapshot`."""
-        return sum(differing(self.ring.view(i), old) for i, old in self._before.items())
+        return sum(differing(self._contents(i), old) for i, old in self._before.items())
+
+    def _contents(self, index: int) -> bytes:
+        return self.ring.memory.read(self.ring.view(index))
 
 
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def device_memory(num_bytes: int) -> StagingMemory:
+    """Returns memory of the host that is treated as a device's."""
+    import torch
+
+    from batonlm.engine.kv.staging import DeviceStaging
+
+    return DeviceStaging(torch.device("cpu"), num_bytes)
 
 
 Values = dict[str, Any]
@@ -223,7 +241,8 @@ class Side(ABC):
     def __init__(self, role: str, settings: Settings) -> None:
         self.settings, self.layout = settings, layout(settings.layers)
         self.faults = FaultInjector(parse(settings.faults))
-        self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes)
+        make = device_memory if settings.memory == "device" else HostMemory
+        self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes, make)
         self.ring = self.guarded.ring
         self.stats = HandoverStats()
         self.liveness = Liveness(settings.heartbeat_s, settings.missed)
@@ -324,8 +343,9 @@ class GivingSide(Side):
             await self.arm(command)
         handover_id, size = bytes.fromhex(command["id"]), self.layout.bytes_per_position
 
-        async def pack(first_position: int, count: int, out: memoryview) -> None:
-            out[:] = b"".join(kv_of(handover_id, first_position + i, size) for i in range(count))
+        async def pack(first_position: int, count: int, out: KvPayload) -> None:
+            kv = b"".join(kv_of(handover_id, first_position + i, size) for i in range(count))
+            self.ring.memory.write(out, kv)
 
         offer = self.sender.offer(
             handover_id,
@@ -401,11 +421,14 @@ class CollectingSide(Side):
         async def reserve() -> int | None:
             return None if command.get("full") else 0
 
+        async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
+            await self.pool.unpack(first_position, count, self.ring.memory.read(payload))
+
         self.pool.clear()
         clock = asyncio.get_running_loop().time
         began, outcome, message = clock(), "completed", ""
         try:
-            await self.receiver.collect(ticket, reserve, self.pool.unpack)
+            await self.receiver.collect(ticket, reserve, unpack)
         except BatonError as error:
             outcome, message = type(error).__name__, error.message
         return {

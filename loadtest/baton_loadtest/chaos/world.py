@@ -45,6 +45,9 @@ class Peer:
         self._waiting: dict[int, Future[PeerMessage]] = {0: Future()}
         self._numbers = itertools.count(1)
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+        if settings.memory == "device":
+            # Without a GPU the digest's kernel is interpreted.
+            environment["TRITON_INTERPRET"] = "1"
         if ucx_tls:
             environment["UCX_TLS"] = ucx_tls
         self._process = subprocess.Popen(

@@ -12,6 +12,7 @@ import pytest
 from baton_loadtest.chaos.sides import Guarded, Pool, kv_of
 from batonlm.cli.main import main
 from batonlm.testing.faults import POINTS
+from batonlm.transfer.staging import HostMemory
 
 # What is told in these is a benchmark's to judge, not a test's.
 TIMES = ("s", "ms")
@@ -32,6 +33,27 @@ def test_damage_between_processes_is_found(tmp_path: Path) -> None:
     found = chaos(tmp_path, "corruptions", "--count", "32", "--requests", "0")
     assert found["found, all kinds"]["value"] == 32
     assert found["the next hand-over brought every byte"]["value"] == 32
+
+
+@pytest.mark.deep
+def test_damage_in_a_devices_buffers_is_found(tmp_path: Path) -> None:
+    words = ("--memory", "device", "--count", "22", "--requests", "0")
+    found = chaos(tmp_path, "corruptions", *words)
+    assert found["found, all kinds"]["value"] == 22
+    assert found["the next hand-over brought every byte"]["value"] == 22
+    assert "found: another hand-over's payload in the buffer" in found
+    assert "found: bit flipped in a header, landing buffer" not in found
+
+
+@pytest.mark.chaos
+def test_either_side_freezes_and_dies_with_a_devices_buffers(tmp_path: Path) -> None:
+    found = chaos(tmp_path, "freeze-kill", "--memory", "device", "--count", "12")
+    assert found["runs"]["value"] == 12
+
+
+def test_only_nixl_reaches_a_device(tmp_path: Path) -> None:
+    words = ["chaos", "kv", "clean", "--memory", "device", "--transport", "loopback"]
+    assert main(words) == 1
 
 
 @pytest.mark.deep
@@ -81,7 +103,7 @@ def test_a_pool_tells_what_it_was_not_given() -> None:
 
 
 def test_guards_lie_next_to_the_ring_and_tell_what_was_written() -> None:
-    guarded = Guarded(4, 4096)
+    guarded = Guarded(4, 4096, HostMemory)
     guarded.clear()
     assert guarded.adjacent == 2
     buffer = guarded.ring.take("peer")
