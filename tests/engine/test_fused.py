@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine import runner as runner_module
 from batonlm.engine.attention.backends import open_backend
 from batonlm.engine.config import EngineConfig
-from batonlm.engine.fused.decoder import Decoder, PlainOperators
-from batonlm.engine.fused.recipe import NotCovered, read_recipe
+from batonlm.engine.fused.decoder import Decoder, PlainOperators, Rotation
+from batonlm.engine.fused.recipe import NotCovered, Recipe, read_recipe
 from batonlm.engine.loader import LoadedModel, load, probe_attention, run_network, wire
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
@@ -175,3 +177,72 @@ def test_a_decoder_that_is_wrong_is_not_used(
     monkeypatch.setattr(PlainOperators, "gate", lambda self, merged: merged.chunk(2, -1)[0])
     assert tokens(TorchRunner.load(EngineConfig(folder, num_blocks=8))) == wanted
     assert "the fused decoder is wrong here, and is not used: packed prompts" in caplog.text
+
+
+def _at_layer_1(recipe: Recipe, **changes: Any) -> Recipe:
+    layers = list(recipe.attention)
+    layers[1] = replace(layers[1], **changes)
+    return replace(recipe, attention=tuple(layers))
+
+
+def _mixture(recipe: Recipe, **changes: Any) -> Recipe:
+    assert recipe.mixture is not None
+    return replace(recipe, mixture=replace(recipe.mixture, **changes))
+
+
+def deep(*values: object) -> Any:
+    return pytest.param(*values, marks=pytest.mark.deep)
+
+
+WRONG = [
+    ("llama", "epsilon", lambda recipe: replace(recipe, epsilon=1e-3)),
+    ("mistral", "window", lambda recipe: _at_layer_1(recipe, window=23)),
+    ("gpt_oss", "one expert", lambda recipe: _mixture(recipe, choices=1)),
+    deep("llama", "scale", lambda recipe: _at_layer_1(recipe, scale=0.24)),
+    deep("mistral", "no window", lambda recipe: _at_layer_1(recipe, window=None)),
+    deep("gpt_oss", "no sinks", lambda recipe: _at_layer_1(recipe, sinks=None)),
+    deep("llama", "no turn", lambda recipe: replace(recipe, rotates=(True, False, True))),
+    deep("qwen3_moe", "shares", lambda recipe: _mixture(recipe, normalised=False)),
+]
+"""Of one layer, or as small as a wrong default would be."""
+
+
+@pytest.mark.parametrize("arch, what, change", WRONG)
+def test_the_check_at_load_finds_a_wrong_recipe(
+    arch: str,
+    what: str,
+    change: Callable[[Recipe], Recipe],
+    saved: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(
+        runner_module, "read_recipe", lambda *arguments: change(read_recipe(*arguments))
+    )
+    TorchRunner.load(EngineConfig(str(saved(arch)), num_blocks=8)).close()
+    assert "the fused decoder is wrong here, and is not used" in caplog.text
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("halves", ["swapped", "turned back"])
+def test_so_it_does_wrong_halves(
+    halves: str,
+    saved: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate, turn = PlainOperators.gate, Rotation.of
+
+    def swapped(self: PlainOperators, merged: torch.Tensor) -> torch.Tensor:
+        return gate(self, merged.roll(merged.shape[-1] // 2, -1))
+
+    def turned_back(*inputs: Any) -> Rotation:
+        right = turn(*inputs)
+        return replace(right, sines=-right.sines)
+
+    if halves == "swapped":
+        monkeypatch.setattr(PlainOperators, "gate", swapped)
+    else:
+        monkeypatch.setattr(Rotation, "of", turned_back)
+    TorchRunner.load(EngineConfig(str(saved("qwen3")), num_blocks=8)).close()
+    assert "the fused decoder is wrong here, and is not used" in caplog.text

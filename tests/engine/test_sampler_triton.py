@@ -71,11 +71,11 @@ def row(draw: st.DrawFn, index: int, vocab: int) -> SampleRow:
     history = draw(st.lists(ids, min_size=1, max_size=12))
     penalized = draw(st.booleans())
     params = SamplingParams(
-        temperature=draw(st.sampled_from([0.0, 0.01, 0.7, 1.0, 5.0])),
+        temperature=draw(st.sampled_from([0.0, 1e-6, 0.01, 0.7, 1.0, 100.0])),
         top_p=draw(st.sampled_from([1.0, 1.0, 1e-9, 0.3, 0.9, 0.999])),
         top_k=draw(st.sampled_from([0, 0, 1, 3, 40, vocab - 1, vocab, 9999])),
         min_p=draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
-        repetition_penalty=draw(st.sampled_from([0.6, 1.0, 1.7])) if penalized else 1.0,
+        repetition_penalty=draw(st.sampled_from([0.6, 1.0, 100.0])) if penalized else 1.0,
         presence_penalty=draw(st.sampled_from([-1.0, 0.0, 1.5])) if penalized else 0.0,
         frequency_penalty=draw(st.sampled_from([0.0, 0.3])) if penalized else 0.0,
         logit_bias=tuple((t, draw(st.floats(-100, 100, width=32))) for t in set(draw(some))),
@@ -96,7 +96,7 @@ def row(draw: st.DrawFn, index: int, vocab: int) -> SampleRow:
 def steps(draw: st.DrawFn) -> tuple[torch.Tensor, list[SampleRow]]:
     vocab = draw(st.sampled_from([1, 8, 100, 1200]))
     count = draw(st.integers(1, 3))
-    spread = draw(st.sampled_from([0.0, 0.3, 3.0, 30.0]))
+    spread = draw(st.sampled_from([0.0, 1e-41, 0.3, 3.0, 30.0, 1e38]))
     logits = random_logits(count, vocab, spread, draw(st.integers(0, 99)))
     # Ties, as bfloat16 makes them, and what poisons a row or is no token.
     logits = logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])))
