@@ -14,7 +14,7 @@ from torch import distributed
 
 from batonlm.engine.ranks.link import Link, watch
 from batonlm.engine.ranks.rank import Rank
-from batonlm.engine.ranks.runner import Place
+from batonlm.engine.ranks.runner import FarMemory, Place
 
 STOP_S = 5.0
 """How long the threads, all together, may take to end."""
@@ -31,6 +31,7 @@ class LocalRanks:
         self.steps: list[Link] = []
         self.copies: list[Link] = []
         self.watched: list[Link] = []
+        self.far: list[FarMemory] = []
         for rank in range(tensor * stages):
             pairs = [socket.socketpair() for _ in range(3)]
             for links, (ours, _) in zip(

@@ -14,7 +14,7 @@ import pytest
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.ranks.link import Link
-from batonlm.engine.ranks.runner import Answer, Loading, RankedRunner, Refused, encode
+from batonlm.engine.ranks.runner import Answer, FarMemory, Loading, RankedRunner, Refused, encode
 
 TIME_S = 20.0
 
@@ -30,6 +30,7 @@ class HeldRanks:
         self.theirs = [Link(theirs) for _, theirs in pairs]
         self.copies: list[Link] = []
         self.watched: list[Link] = []
+        self.far: list[FarMemory] = []
 
     def close(self) -> None:
         for link in self.steps:

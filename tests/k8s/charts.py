@@ -18,7 +18,8 @@ COMPONENTS = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 ENGINES = ("prefill", "decode")
 VALUES_FILES = sorted(CHART.glob("ci/*-values.yaml"))
 PRESETS = sorted(CHART.glob("values-*.yaml"))
-SIZES = sorted(CHART.glob("values-gpu-*b.yaml"))
+TWO_NODES = CHART / "values-gpu-two-nodes.yaml"
+SIZES = sorted([*CHART.glob("values-gpu-*b.yaml"), TWO_NODES])
 CPU = CHART / "values-cpu.yaml"
 RELEASE = "try"
 TIMEOUT_S = 120.0
@@ -77,14 +78,26 @@ def of_kind(objects: Iterable[Json], kind: str) -> dict[str, Json]:
 def pods(objects: Iterable[Json]) -> dict[str, Json]:
     """Pod specs by component; that of `helm test` is "test"."""
     objects = list(objects)
-    found = {k: d["spec"]["template"]["spec"] for k, d in of_kind(objects, "Deployment").items()}
+    found = {k: template["spec"] for k, template in templates(objects).items()}
     return found | {k: pod["spec"] for k, pod in of_kind(objects, "Pod").items()}
 
 
+def templates(objects: Iterable[Json]) -> dict[str, Json]:
+    """Of the pods that serve, by component: of a group, its leader."""
+    objects = list(objects)
+    found = {k: d["spec"]["template"] for k, d in of_kind(objects, "Deployment").items()}
+    groups = of_kind(objects, "LeaderWorkerSet")
+    return found | {
+        k: g["spec"]["leaderWorkerTemplate"]["leaderTemplate"] for k, g in groups.items()
+    }
+
+
 def environment(pod: Json, pod_ip: str = "198.18.1.9") -> dict[str, str]:
-    """What the process of a pod finds, with the pod's address filled in."""
+    """What the process of a pod finds, with the pod's address and some secrets filled in."""
     entries = pod["containers"][0]["env"]
+    secrets = {e["name"] for e in entries if "secretKeyRef" in e.get("valueFrom", {})}
     values = {e["name"]: e.get("value", pod_ip) for e in entries}
+    values |= dict.fromkeys(secrets, "of a Secret, and long enough")
     return {name: value.replace("$(POD_IP)", pod_ip) for name, value in values.items()}
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft7Validator
 
 import gen_values_schema as generator
 from batonlm.cli.models import FolderSource, HubSource
 from batonlm.rpc import config as configuration
 from batonlm.rpc.address import AllowedHosts
+from batonlm.worker.machine import MachineConfig
 from tests.k8s.charts import (
     CHART,
     COMPONENTS,
     CPU,
     ENGINES,
+    GPU_SETS,
     PRESETS,
+    TWO_NODES,
     VALUES_FILES,
+    Json,
     environment,
     helm,
     of_kind,
@@ -27,6 +33,7 @@ from tests.k8s.charts import (
     render,
     rendered,
     stack,
+    templates,
 )
 
 pytestmark = pytest.mark.k8s
@@ -45,8 +52,8 @@ READY = {
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
-def test_there_are_nine_values_files_and_five_presets() -> None:
-    assert (len(VALUES_FILES), len(PRESETS)) == (9, 5)
+def test_there_are_nine_values_files_and_six_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (9, 6)
 
 
 @pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
@@ -58,11 +65,11 @@ def test_lint(path: Path | None) -> None:
 @every_file
 def test_every_file_gives_five_pools_with_their_services(path: Path) -> None:
     objects = rendered(path)
-    assert set(of_kind(objects, "Deployment")) == set(COMPONENTS)
+    assert set(templates(objects)) == set(COMPONENTS)
     services = of_kind(objects, "Service")
     for component in COMPONENTS:
         selector = services[component]["spec"]["selector"]
-        labels = of_kind(objects, "Deployment")[component]["spec"]["template"]["metadata"]["labels"]
+        labels = templates(objects)[component]["metadata"]["labels"]
         assert selector.items() <= labels.items()
 
 
@@ -178,6 +185,74 @@ def test_a_large_models_ranks_have_a_gpu_each_and_time_to_load(
         assert environment(found[component])["BATON_TENSOR_PARALLEL"] == str(ranks)
         startup = container["startupProbe"]
         assert startup["failureThreshold"] * startup["periodSeconds"] == startup_s
+
+
+def test_a_group_of_two_nodes_is_a_leader_worker_set() -> None:
+    """Of the schema in lws.json: the fields that the set's own definition has, and no other one."""
+    validator = Draft7Validator(json.loads((Path(__file__).parent / "lws.json").read_text()))
+    groups = of_kind(rendered(TWO_NODES), "LeaderWorkerSet")
+    assert set(groups) == set(ENGINES)
+    for group in groups.values():
+        errors = list(validator.iter_errors(group))
+        assert not errors, errors[0].message
+        assert group["spec"]["leaderWorkerTemplate"]["size"] == 2
+
+
+def test_the_other_pod_of_a_group_joins_its_leader() -> None:
+    """With the leader's token, at the leader's port, and by no Service."""
+    objects = rendered(TWO_NODES)
+    for group in of_kind(objects, "LeaderWorkerSet").values():
+        made = group["spec"]["leaderWorkerTemplate"]
+        leader, other = (made[f"{kind}Template"]["spec"] for kind in ("leader", "worker"))
+        given, joining = environment(leader), environment(other)
+        assert given["BATON_RANKS_LISTEN"].endswith(joining["BATON_LEADER"])
+        tokens = [
+            entry["valueFrom"]
+            for pod in (leader, other)
+            for entry in pod["containers"][0]["env"]
+            if entry["name"] == "BATON_RANKS_TOKEN"
+        ]
+        assert tokens[0] == tokens[1] and len(tokens) == 2
+        assert other["containers"][0]["args"] == ["baton-ranks"]
+        assert other["terminationGracePeriodSeconds"] >= leader["terminationGracePeriodSeconds"]
+        gpus = [
+            pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in (leader, other)
+        ]
+        ranks = int(given["BATON_TENSOR_PARALLEL"]) * int(given["BATON_PIPELINE_PARALLEL"])
+        assert sum(gpus) == ranks
+        labels = made["workerTemplate"]["metadata"]["labels"]
+        for service in of_kind(objects, "Service").values():
+            assert not service["spec"]["selector"].items() <= labels.items()
+        assert _may_reach(objects, labels, made["leaderTemplate"]["metadata"]["labels"])
+        assert _may_reach(objects, made["leaderTemplate"]["metadata"]["labels"], labels)
+        assert not _may_reach(objects, templates(objects)["router"]["metadata"]["labels"], labels)
+        options = {f"BATON_{field.name.upper()}" for field in fields(MachineConfig)}
+        assert {name for name in joining if name.startswith("BATON_")} <= options
+
+
+def _may_reach(objects: Sequence[Json], source: Json, target: Json) -> bool:
+    """Whether a policy lets pods with these labels in, at all ports."""
+    return any(
+        peer["podSelector"]["matchLabels"].items() <= source.items()
+        for policy in objects
+        if policy["kind"] == "NetworkPolicy"
+        and policy["spec"]["podSelector"]["matchLabels"].items() <= target.items()
+        for rule in policy["spec"]["ingress"]
+        if "ports" not in rule
+        for peer in rule["from"]
+    )
+
+
+@pytest.mark.parametrize("autoscaler", ["decode.autoscaling", "decode.keda"])
+def test_a_pool_of_groups_is_scaled_as_one(autoscaler: str) -> None:
+    objects = render(*stack(TWO_NODES), sets=(*GPU_SETS, f"{autoscaler}.enabled=true"))
+    kind = "ScaledObject" if autoscaler.endswith("keda") else "HorizontalPodAutoscaler"
+    target = of_kind(objects, kind)["decode"]["spec"]["scaleTargetRef"]
+    group = of_kind(objects, "LeaderWorkerSet")["decode"]
+    assert target["kind"] == "LeaderWorkerSet"
+    assert target["apiVersion"] == group["apiVersion"]
+    assert target["name"] == group["metadata"]["name"]
+    assert "replicas" not in group["spec"]
 
 
 def test_claimed_gpus_take_the_place_of_a_plugins() -> None:

@@ -15,8 +15,11 @@ from pathlib import Path
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.engine.config import MIB, EngineConfig, configure_threads
+from batonlm.engine.ranks.machines import RankMachines
 from batonlm.engine.ranks.processes import RankProcesses
-from batonlm.engine.ranks.runner import RankedRunner
+from batonlm.engine.ranks.runner import RankedRunner, Ranks
+from batonlm.engine.ranks.tcp import key_of
+from batonlm.rpc.address import split
 from batonlm.rpc.lifecycle import PARENT_VARIABLE
 from batonlm.rpc.model_folder import tokenizer_digest
 from batonlm.worker.options import DecodeConfig, WorkerOptions
@@ -26,6 +29,10 @@ Loading = Callable[[int, int], None]
 
 OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
 """Opens a worker's runner, on the engine's thread. `open_runner` is the real one."""
+
+LEADER_VARIABLE = "LWS_LEADER_ADDRESS"
+"""Of a LeaderWorkerSet: the same in all pods of a group, another one in each group. Groups of other
+machines differ by their tokens."""
 
 _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
@@ -64,8 +71,22 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
 def _open_ranks(options: WorkerOptions, config: EngineConfig, progress: Loading) -> ModelRunner:
     """Opens the ranks as processes. This process computes nothing itself, and loads no torch."""
     tensor, stages = options.tensor_parallel, options.pipeline_parallel
-    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // (tensor * stages))
-    ranks = RankProcesses(tensor, threads, stages=stages, spin=bool(options.threads))
+    ranks_here = tensor * stages // options.machines
+    threads = max(1, (options.threads or len(os.sched_getaffinity(0))) // ranks_here)
+    spin = bool(options.threads)
+    ranks: Ranks
+    if options.machines == 1:
+        ranks = RankProcesses(tensor, threads, stages=stages, spin=spin)
+    else:
+        ranks = RankMachines(
+            tensor,
+            threads,
+            stages=stages,
+            machines=options.machines,
+            listen=split(options.ranks_listen, "ranks_listen"),
+            key=key_of(options.ranks_token, os.environ.get(LEADER_VARIABLE, "")),
+            spin=spin,
+        )
     return RankedRunner.open(ranks, replace(config, threads=threads), progress)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from batonlm.engine.gpus import (
     VISIBLE,
+    Claim,
     Gpu,
     claim,
     find_driver,
@@ -106,6 +107,21 @@ def usable_gpus(device: str) -> list[Gpu]:
     return found if device != "auto" or torch_has_cuda() else []
 
 
+def claim_for_ranks(device: str, ranks: int, ranks_here: int) -> Claim | None:
+    """The GPUs of this machine's ranks, of a group of `ranks`; None where they compute on CPUs.
+    Raises InvalidArgument, naming device, for GPUs that this machine does not have."""
+    able = usable_gpus(device)
+    return _claimed(able, ranks, ranks_here) if able else None
+
+
+def _claimed(able: list[Gpu], ranks: int, ranks_here: int) -> Claim:
+    """This process sees no other ones from now on."""
+    # Slices cannot reach each other: NCCL adds up nothing between them.
+    taken = claim([gpu for gpu in able if ranks == 1 or gpu.is_whole], ranks_here)
+    os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in taken.gpus)
+    return taken
+
+
 @dataclass(frozen=True, slots=True)
 class Settled:
     """A worker's options without open choices."""
@@ -128,11 +144,9 @@ def settled(role: str, options: WorkerOptions) -> Iterator[Settled]:
         where = f"device=cpu ({options.device})"
         ranks = options.tensor_parallel * options.pipeline_parallel
         if able := usable_gpus(options.device):
-            # Slices cannot reach each other: NCCL adds up nothing between them.
-            taken = claim([gpu for gpu in able if ranks == 1 or gpu.is_whole], ranks)
+            taken = _claimed(able, ranks, ranks // options.machines)
             ends.callback(taken.close)
             gpus = taken.gpus
-            os.environ[VISIBLE] = ",".join(gpu.uuid for gpu in gpus)
             names = ", ".join(f"{gpu.name} {gpu.uuid} of {size(gpu.total_bytes)}" for gpu in gpus)
             shared = ", which another worker uses, too" if taken.sharing else ""
             where = f"device=cuda ({options.device}: {names}{shared})"

@@ -5,13 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.policy import QueueLimit
 from batonlm.engine.config import CHOICES
+from batonlm.rpc.address import split
 from batonlm.rpc.config import option
 from batonlm.rpc.options import ServingOptions
 
 MAX_WAITING = 1024
 """Most prompts that wait: bounds a queue of tiny ones, where the tokens that may wait do not."""
+
+
+SHORTEST_TOKEN = 16
+
+
+def check_token(ranks_token: str) -> None:
+    """Raises InvalidArgument for a token that could be guessed."""
+    if len(ranks_token) < SHORTEST_TOKEN:
+        raise InvalidArgument(
+            f"must have {SHORTEST_TOKEN} characters at least, the same ones on all machines of a "
+            "group",
+            field="ranks_token",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +69,19 @@ class WorkerOptions(ServingOptions):
     pipeline_parallel: int = option(
         1, "stages of consecutive layers, of tensor_parallel ranks each",
         unit="stages", minimum=1, maximum=64,
+    )  # fmt: skip
+    machines: int = option(
+        1,
+        "machines that share out the stages; each other one runs baton-ranks, which joins this one",
+        unit="machines", minimum=1, maximum=64,
+    )  # fmt: skip
+    ranks_listen: str = option(
+        "", "this machine's own address, at which the others join it; its interface is the one on "
+        "which ranks exchange what they compute", unit="host:port",
+    )  # fmt: skip
+    ranks_token: str = option(
+        "", "secret that the machines of a group show each other, of 16 characters at least. Set "
+        "it in the environment", secret=True,
     )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
@@ -117,6 +145,26 @@ class WorkerOptions(ServingOptions):
         "stand by with everything loaded: routers give it work only while another worker of its "
         "role is missing",
     )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for machines that cannot share out the stages or find each
+        other."""
+        ServingOptions.__post_init__(self)
+        if self.machines == 1:
+            return
+        if self.pipeline_parallel % self.machines:
+            raise InvalidArgument(
+                f"must be a multiple of machines, {self.machines}: the ranks of one stage are on "
+                "one machine",
+                field="pipeline_parallel",
+            )
+        host, port = split(self.ranks_listen, "ranks_listen")
+        if host in ("0.0.0.0", "::") or not port:
+            raise InvalidArgument(
+                "must be this machine's own address, on which the others reach it, and a port",
+                field="ranks_listen",
+            )
+        check_token(self.ranks_token)
 
     @property
     def queue_limit(self) -> QueueLimit:

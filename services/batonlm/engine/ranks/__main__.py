@@ -29,15 +29,17 @@ def main() -> int:
     copies = Link(socket.socket(fileno=arguments.copies_fd))
     # Whatever this rank waits for, without its worker it is of no use.
     watch([Link(socket.socket(fileno=arguments.watch_fd))], lambda: os._exit(1))
-    configure_threads(arguments.threads if arguments.spin else 0)
-    if not arguments.spin:
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    from torch import distributed
+    group = arguments.group
+    configure_threads(group.threads if group.spin else 0)
+    if not group.spin:
+        os.environ["OMP_NUM_THREADS"] = str(group.threads)
 
+    from batonlm.engine.ranks.group import open_store
     from batonlm.engine.ranks.rank import Rank
 
-    store = distributed.FileStore(f"/proc/self/fd/{arguments.store_fd}", arguments.place.size)  # type: ignore[attr-defined]
-    Rank(arguments.place, store, neighbours=arguments.place.size).serve(steps, copies)
+    place, where = arguments.place, arguments.store
+    store = open_store(where.fd, where.host, where.port, place)
+    Rank(place, store, neighbours=group.ranks_of_a_machine, host=where.listen).serve(steps, copies)
     return 0
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from batonlm.engine.ranks.runner import Place
+
 TIMEOUT = timedelta(minutes=30)
 """Longer than ranks can be apart, which is most while they load. A rank that died ends the others'
 waiting at once."""
@@ -21,6 +23,18 @@ LOOPBACK = "127.0.0.1"
 
 Store = Any
 """One of torch.distributed, through which ranks find each other; its stubs do not export them."""
+
+
+def open_store(fd: int, host: str, port: int, place: Place) -> Store:
+    """The store of all ranks: a file that all have open as `fd`; or, with a host, rank 0's, which
+    is served by whoever has the listening socket `fd`. That one does not check who connects."""
+    if not host:
+        return distributed.FileStore(f"/proc/self/fd/{fd}", place.size)  # type: ignore[attr-defined]
+    serves = place.rank == 0
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        host, port, None, serves, TIMEOUT, wait_for_workers=False,
+        master_listen_fd=fd if serves else None,
+    )  # fmt: skip
 
 
 def part_of(store: Store, name: str) -> Store:

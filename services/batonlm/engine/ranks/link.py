@@ -51,6 +51,12 @@ class Link:
         name = self._socket.getsockname()
         return str(name[0]) if isinstance(name, tuple) else ""
 
+    @property
+    def peer(self) -> str:
+        """The other end's IP address; "" where there is none."""
+        name = self._socket.getpeername()
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     def send(self, message: bytes, timeout_s: float) -> None:
         """Raises LinkLost. While the other end takes nothing, what comes from it is read: it may be
         sending, too, and would wait for us."""

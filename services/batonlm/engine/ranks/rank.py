@@ -42,10 +42,11 @@ from batonlm.engine.ranks.runner import (
     Transfer,
     Transferred,
     encode,
+    layers_of,
     sampler,
     to_request,
 )
-from batonlm.engine.ranks.shards import kv_heads_of, layers_of, shard_builder
+from batonlm.engine.ranks.shards import kv_heads_of, shard_builder
 from batonlm.engine.ranks.shared import MemoryFile
 from batonlm.engine.runner import Alone, TorchRunner
 from batonlm.engine.sampler import LastTokens

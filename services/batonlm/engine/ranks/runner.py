@@ -92,6 +92,13 @@ def sampler(tensor: int, stages: int) -> int:
     return tensor * (stages - 1)
 
 
+def layers_of(num_layers: int, place: Place) -> tuple[int, int]:
+    """The range of a stage's layers; earlier stages have one more where they do not divide."""
+    each, more = divmod(num_layers, place.stages)
+    first = place.stage * each + min(place.stage, more)
+    return first, first + each + (place.stage < more)
+
+
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Load your part. Sizes of memory in `config` are already a rank's share."""
 
@@ -171,10 +178,28 @@ def _to_answer(data: bytes) -> Answer:
         raise Internal("a rank sent something that is no answer") from error
 
 
+class FarMemory(Protocol):
+    """Memory of another machine, which its ranks map: payloads pass through it."""
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def ranks(self) -> range:
+        """Which share it."""
+
+    def hold(self, total_bytes: int, offset: int, data: bytes | memoryview) -> SharedPlace:
+        """Makes room for a payload, with `data` in it from `offset` on. Raises LinkLost."""
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fills `out` with what the payload holds from `offset` on. Raises LinkLost."""
+
+
 class Ranks(Protocol):
     """The ranks of one worker, each at the other end of its links, in the order of ranks.
 
-    Real: `processes.RankProcesses`; double: `LocalRanks` of the tests, whose ranks are threads.
+    Real: `processes.RankProcesses`, `machines.RankMachines`; double: `LocalRanks` of the tests,
+    whose ranks are threads.
     """
 
     @property
@@ -193,6 +218,10 @@ class Ranks(Protocol):
     @property
     def watched(self) -> Sequence[Link]:
         """For `link.watch` only."""
+
+    @property
+    def far(self) -> Sequence[FarMemory]:
+        """Of other machines, on which ranks are that do not share this one's memory."""
 
     def close(self) -> None:
         """Ends the ranks and frees what they hold. Idempotent."""
@@ -241,7 +270,7 @@ class RankedRunner:
 
         def cut() -> None:
             # Ends whatever waits for ranks: one that hangs answers nothing.
-            for link in (*ranks.steps, *ranks.copies):
+            for link in (*ranks.steps, *ranks.copies, *(memory.link for memory in ranks.far)):
                 link.cut()
             lost.set_result(None)
 
@@ -329,20 +358,56 @@ class RankedRunner:
         check_extents(extents, first + count, self.num_blocks, self.block_size)
         if count <= 0 or payload.nbytes != count * self.layout.bytes_per_position:
             raise Internal("the payload's size does not fit its positions")
+        payload = payload.cast("B")
         room = None
         place = None if self._shared is None else self._shared.find(payload)
         if place is None:
             place, room = self._scratch.room(payload.nbytes)
         if room is not None and not packing:
-            room[:] = payload.cast("B")
-        request = encode(Transfer(extents, first, count, place, packing))
-        for link in self._ranks.copies:
-            self._send(link, request)
+            room[:] = payload
+        try:
+            places = self._places_elsewhere(payload, packing)
+            for rank, link in enumerate(self._ranks.copies):
+                there = places.get(rank, place)
+                link.send(encode(Transfer(extents, first, count, there, packing)), STEP_S)
+        except LinkLost:
+            raise Internal(_LOST) from None
         for _, answer in _answers_of(self._ranks.copies, STEP_S):
             if not isinstance(answer, Transferred):
                 raise Internal("a rank answered out of place")
-        if room is not None and packing:
-            payload.cast("B")[:] = room
+        if not packing:
+            return
+        if room is not None:
+            payload[:] = room
+        try:
+            for memory in self._ranks.far:
+                own = self._part_of(memory, payload.nbytes)
+                memory.read(own.start, payload[own])
+        except LinkLost:
+            raise Internal(_LOST) from None
+
+    def _places_elsewhere(self, payload: memoryview, packing: bool) -> dict[int, SharedPlace]:
+        """Where ranks of other machines find a copy of the payload, of which their layers alone are
+        sent. Raises LinkLost."""
+        places: dict[int, SharedPlace] = {}
+        for memory in self._ranks.far:
+            own = self._part_of(memory, payload.nbytes)
+            place = memory.hold(payload.nbytes, own.start, b"" if packing else payload[own])
+            places |= dict.fromkeys(memory.ranks, place)
+        return places
+
+    def _part_of(self, memory: FarMemory, payload_bytes: int) -> slice:
+        """The bytes of a payload that are of the memory's ranks' layers."""
+        of_a_layer = payload_bytes // self.layout.num_layers
+        first, last = (
+            Place(rank, self._ranks.tensor, self._ranks.stages)
+            for rank in (memory.ranks[0], memory.ranks[-1])
+        )
+        layers = (
+            layers_of(self.layout.num_layers, first)[0],
+            layers_of(self.layout.num_layers, last)[1],
+        )
+        return slice(layers[0] * of_a_layer, layers[1] * of_a_layer)
 
     def _send(self, link: Link, message: bytes) -> None:
         try:

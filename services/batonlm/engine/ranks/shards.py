@@ -34,7 +34,7 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import Bar, Build, UnsupportedModel, check_files, compute_buffers
 from batonlm.engine.ranks.group import Group
-from batonlm.engine.ranks.runner import FIELD, STAGES, Place
+from batonlm.engine.ranks.runner import FIELD, STAGES, Place, layers_of
 
 _COLWISE, _ROWWISE, _HEADS = "colwise", "rowwise", "heads"
 _PAIR = "colwise_gather_output"
@@ -110,13 +110,6 @@ def kv_heads_of(text: Any, place: Place) -> tuple[int, int]:
     _, kv_heads = _heads(text)
     first = place.part * kv_heads // place.tensor
     return first, first + max(1, kv_heads // place.tensor)
-
-
-def layers_of(num_layers: int, place: Place) -> tuple[int, int]:
-    """The range of a stage's layers; earlier stages have one more where they do not divide."""
-    each, more = divmod(num_layers, place.stages)
-    first = place.stage * each + min(place.stage, more)
-    return first, first + each + (place.stage < more)
 
 
 def _heads(text: Any) -> tuple[int, int]:

@@ -14,8 +14,7 @@ metadata:
   {{- include "baton.metadata" . | nindent 2 }}
 spec:
   scaleTargetRef:
-    apiVersion: apps/v1
-    kind: Deployment
+    {{- include "baton.poolKind" . | trim | nindent 4 }}
     name: {{ include "baton.componentName" . }}
   minReplicas: {{ $a.minReplicas }}
   maxReplicas: {{ $a.maxReplicas }}
@@ -85,6 +84,9 @@ metadata:
   {{- include "baton.metadata" . | nindent 2 }}
 spec:
   scaleTargetRef:
+    {{- if include "baton.isGroup" . }}
+    {{- include "baton.poolKind" . | trim | nindent 4 }}
+    {{- end }}
     name: {{ include "baton.componentName" . }}
   minReplicaCount: {{ $k.minReplicas }}
   maxReplicaCount: {{ $k.maxReplicas }}

@@ -81,9 +81,17 @@
 {{- if and $c.gpu.count (contains "engine-cpu" (include "baton.repository" .)) -}}
 {{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .component (int $c.gpu.count) .component $c.image.repository) -}}
 {{- end -}}
-{{- $ranks := int (mul ($c.config.tensor_parallel | default 1) ($c.config.pipeline_parallel | default 1)) -}}
+{{- $machines := int $c.machines.count -}}
+{{- $stages := int ($c.config.pipeline_parallel | default 1) -}}
+{{- if mod $stages $machines -}}
+{{- fail (printf "%s.machines.count is %d, but %s.config.pipeline_parallel is %d: machines share out stages, and each has as many." .component $machines .component $stages) -}}
+{{- end -}}
+{{- if and (gt $machines 1) (not $c.machines.tokenSecret) -}}
+{{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more." .component $machines .component) -}}
+{{- end -}}
+{{- $ranks := div (mul ($c.config.tensor_parallel | default 1) $stages) $machines | int -}}
 {{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}
-{{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks (tensor_parallel x pipeline_parallel): each computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks of a machine (tensor_parallel x pipeline_parallel / machines.count): each computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
 {{- end -}}
 {{- if and (gt (int $c.gpu.count) 1) (or (contains "/mig-" $c.gpu.resource) (and $c.gpu.dra.enabled (hasPrefix "mig." $c.gpu.dra.deviceClassName))) -}}
 {{- fail (printf "%s.gpu.count is %d, of MIG slices: ranks cannot add up their results between slices. Have one slice a pod, and more pods." .component (int $c.gpu.count)) -}}

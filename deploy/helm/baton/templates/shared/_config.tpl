@@ -56,6 +56,10 @@ allow_anonymous: true
 {{- if include "baton.isEngine" . }}
 kv_network: {{ include "baton.kvNetwork" .root }}
 {{- end }}
+{{- if include "baton.isGroup" . }}
+machines: {{ int (index .root.Values .component).machines.count }}
+ranks_listen: {{ if eq $v.network.ipFamily "IPv6" }}"[$(POD_IP)]:{{ include "baton.ranksPort" . }}"{{ else }}"$(POD_IP):{{ include "baton.ranksPort" . }}"{{ end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -94,6 +98,35 @@ and Services, port-forwards and probes need no entry.
 {{- range $key, $value := include "baton.config" . | fromYaml }}
 - name: BATON_{{ upper $key }}
   value: {{ include "baton.text" $value | quote }}
+{{- end }}
+{{- if include "baton.isGroup" . }}
+{{ include "baton.ranksToken" . }}
+{{- end }}
+{{- with $c.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.ranksToken" -}}
+- name: BATON_RANKS_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ (index .root.Values .component).machines.tokenSecret }}
+      key: token
+{{- end }}
+
+{{/* Of a pod of ranks. The set's controller says who its leader is, and which machine it is itself. */}}
+{{- define "baton.ranksEnv" -}}
+{{- $c := index .root.Values .component -}}
+- name: BATON_LEADER
+  value: ":{{ include "baton.ranksPort" . }}"
+{{ include "baton.ranksToken" . }}
+{{- $config := include "baton.config" . | fromYaml }}
+{{- range list "device" "log_level" "log_json" }}
+{{- if hasKey $config . }}
+- name: BATON_{{ upper . }}
+  value: {{ include "baton.text" (index $config .) | quote }}
+{{- end }}
 {{- end }}
 {{- with $c.extraEnv }}
 {{ toYaml . }}

@@ -1,14 +1,45 @@
-{{/* The Deployment of one component. Takes (dict "root" $ "component" "prefill"). */}}
-{{- define "baton.deployment" -}}
-{{- $c := index .root.Values .component -}}
+{{/*
+What makes the pods of one component. Takes (dict "root" $ "component" "prefill"). A Deployment; where a worker is on
+several machines, a LeaderWorkerSet, whose replicas are groups of pods: the first one is the worker, the others have
+ranks. A group is made again as a whole when one of its pods ends.
+*/}}
+{{- define "baton.poolKind" -}}
+{{- if include "baton.isGroup" . }}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+{{- else }}
 apiVersion: apps/v1
 kind: Deployment
+{{- end }}
+{{- end }}
+
+{{- define "baton.deployment" -}}
+{{- $c := index .root.Values .component -}}
+{{ include "baton.poolKind" . | trim }}
 metadata:
   {{- include "baton.metadata" . | nindent 2 }}
 spec:
   {{- with include "baton.replicas" . }}
   replicas: {{ . }}
   {{- end }}
+  {{- if include "baton.isGroup" . }}
+  startupPolicy: LeaderCreated
+  {{- /* A group has nodes of its own: a new one finds none before an old one has left. */}}
+  rolloutStrategy:
+    type: RollingUpdate
+    rollingUpdateConfiguration: {maxUnavailable: 1, maxSurge: 0}
+  {{- /* Its controller makes a headless Service of each group, for the leader's name. One of the set's own name is the
+  chart's, by which routers find workers. */}}
+  networkConfig:
+    subdomainPolicy: UniquePerReplica
+  leaderWorkerTemplate:
+    size: {{ int $c.machines.count }}
+    restartPolicy: RecreateGroupOnPodRestart
+    leaderTemplate:
+      {{- include "baton.pod" . | nindent 6 }}
+    workerTemplate:
+      {{- include "baton.pod" (merge (dict "ranks" true) .) | nindent 6 }}
+  {{- else }}
   revisionHistoryLimit: 3
   {{- /* A pool that loads a large model is not stuck because it takes its time. */}}
   progressDeadlineSeconds: {{ add $c.startupTimeoutSeconds 60 }}
@@ -19,6 +50,7 @@ spec:
       {{- include "baton.selectorLabels" . | nindent 6 }}
   template:
     {{- include "baton.pod" . | nindent 4 }}
+  {{- end }}
 {{- end }}
 
 {{/*
@@ -29,7 +61,8 @@ back what was said, which means one pod. Where nothing can be looked up, as in `
 */}}
 {{- define "baton.replicas" -}}
 {{- $c := index .root.Values .component -}}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace (include "baton.componentName" .) -}}
+{{- $kind := include "baton.poolKind" . | fromYaml -}}
+{{- $live := lookup $kind.apiVersion $kind.kind .root.Release.Namespace (include "baton.componentName" .) -}}
 {{- $autoscaler := or $c.autoscaling.enabled $c.keda.enabled -}}
 {{- $ours := false -}}
 {{- $applied := false -}}

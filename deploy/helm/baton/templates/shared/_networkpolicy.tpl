@@ -47,6 +47,10 @@ spec:
     - from:
         {{- include "baton.engines" . | nindent 8 }}
     {{- end }}
+    {{- if include "baton.isGroup" . }}
+    - from:
+        {{- include "baton.peer" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 8 }}
+    {{- end }}
     {{- with $n.monitoring }}
     - ports:
         - port: metrics
@@ -61,6 +65,49 @@ spec:
     {{- include "baton.egress" . | trim | nindent 4 }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/*
+Of the pods with a component's other ranks: they and their leaders reach each other, at ports that gloo and NCCL choose
+and that ask nobody who they are. Which group a pod is of, no policy can say.
+*/}}
+{{- define "baton.ranksNetworkpolicy" -}}
+{{- $n := .root.Values.networkPolicy -}}
+{{- if and $n.enabled (include "baton.isGroup" .) }}
+---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  {{- include "baton.metadata" (merge (dict "suffix" "ranks") .) | nindent 2 }}
+spec:
+  podSelector:
+    matchLabels:
+      {{- include "baton.selectorLabels" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 6 }}
+  policyTypes: [Ingress{{ if $n.egress }}, Egress{{ end }}]
+  ingress:
+    - from:
+        {{- include "baton.groupPeers" . | nindent 8 }}
+  {{- if $n.egress }}
+  egress:
+    - to:
+        {{- include "baton.groupPeers" . | nindent 8 }}
+    {{- /* The leader's name; and whoever fetches the model. */}}
+    - ports:
+        - {port: 53, protocol: UDP}
+        - {port: 53, protocol: TCP}
+        {{- if include "baton.model.fetched" .root }}
+        - {port: 443, protocol: TCP}
+        {{- end }}
+    {{- with (index .root.Values .component).networkPolicy.extraEgress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "baton.groupPeers" -}}
+{{ include "baton.peer" . }}
+{{ include "baton.peer" (dict "root" .root "component" (printf "%s-ranks" .component)) }}
 {{- end }}
 
 {{/* A list, never empty: nothing is written as a rule for the pod's own kind of peer. */}}
@@ -82,6 +129,9 @@ spec:
 {{- else if include "baton.isEngine" . -}}
 - to:
     {{- include "baton.engines" . | nindent 4 }}
+    {{- if include "baton.isGroup" . }}
+    {{- include "baton.peer" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- if and (ne .component "router") (include "baton.model.fetched" .root) }}
 {{- /* Whoever fetches the model. */}}

@@ -1,6 +1,7 @@
 {{/*
 The pod of one component, template and all: the one place where pods are described.
-Takes (dict "root" $ "component" "prefill").
+Takes (dict "root" $ "component" "prefill"), and "ranks" true for a pod of another machine's ranks, which serves nobody
+but its leader: no Service selects it, and no probe asks it, for it ends with its leader.
 */}}
 
 {{- define "baton.podSecurity" -}}
@@ -94,6 +95,10 @@ livenessProbe:
   containerPort: 50052
 - name: metrics
   containerPort: 9090
+{{- if include "baton.isGroup" . }}
+- name: ranks
+  containerPort: {{ include "baton.ranksPort" . }}
+{{- end }}
 {{- end }}
 
 {{- define "baton.volumes" -}}
@@ -197,12 +202,26 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
+{{/* What a pod's labels call it. */}}
+{{- define "baton.podComponent" -}}
+{{ .component }}{{ if .ranks }}-ranks{{ end }}
+{{- end }}
+
+{{/* Whether a component's workers are groups of pods. */}}
+{{- define "baton.isGroup" -}}
+{{- if and (include "baton.isEngine" .) (gt (int (index .root.Values .component).machines.count) 1) }}true{{ end }}
+{{- end }}
+
+{{- define "baton.ranksPort" -}}
+50053
+{{- end }}
+
 {{- define "baton.pod" -}}
 {{- $c := index .root.Values .component -}}
 {{- $v := .root.Values -}}
 metadata:
   labels:
-    {{- include "baton.selectorLabels" . | nindent 4 }}
+    {{- include "baton.selectorLabels" (dict "root" .root "component" (include "baton.podComponent" .)) | nindent 4 }}
     app.kubernetes.io/part-of: baton
     {{- with $c.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -263,9 +282,10 @@ spec:
       image: {{ include "baton.image" . }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
       {{- /* Behind the image's own entrypoint, which passes signals on and reaps. */}}
-      args: [baton-{{ .component }}]
+      args: [baton-{{ ternary "ranks" .component (.ranks | default false) }}]
       env:
-        {{- include "baton.env" . | nindent 8 }}
+        {{- include (ternary "baton.ranksEnv" "baton.env" (.ranks | default false)) . | nindent 8 }}
+      {{- if not .ranks }}
       ports:
         {{- include "baton.ports" . | nindent 8 }}
       {{- include "baton.probes" . | nindent 6 }}
@@ -274,6 +294,7 @@ spec:
         preStop:
           sleep:
             seconds: {{ . }}
+      {{- end }}
       {{- end }}
       resources:
         {{- include "baton.resources" . | nindent 8 }}
