@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +104,33 @@ def test_death_is_found_out_by_what_there_is() -> None:
     assert choose(TRUSTED).error_handling == choose(ISOLATED, inherited="tcp").error_handling
     assert choose(TRUSTED).error_handling == "peer"
     assert choose(TRUSTED, transports=("sm", "self")).error_handling == "none"
+
+
+def test_reads_of_another_processs_device_memory_do_not_fall_to_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """UCX reads the C library's environment; what the operator has set stays."""
+    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_char_p
+    for variable in ("UCX_TLS", "UCX_LOG_LEVEL", "NIXL_LOG_LEVEL", name):
+        monkeypatch.setenv(variable, "before")
+    Ucx().apply()
+    assert getenv(name.encode()) == b"before"
+    monkeypatch.delenv(name)
+    Ucx().apply()
+    assert getenv(name.encode()) == b"y"
+
+
+def test_the_bundled_ucx_has_the_setting() -> None:
+    """It is not documented, and a name that UCX does not know is only ignored."""
+    nixl = importlib.util.find_spec("nixl")
+    if nixl is None or nixl.origin is None:
+        pytest.skip("NIXL is not installed")
+    libraries = list(Path(nixl.origin).parents[1].glob("nixl_cu*.libs/ucx/libuct_cuda.so*"))
+    assert libraries
+    for library in libraries:
+        assert b"\0ENABLE_GET_ZCOPY\0" in library.read_bytes()
 
 
 def test_ucx_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
