@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for a GPU that need not be there, and says what they take of it.
 
 Run as a program, because a process that interprets kernels cannot compile them:
-    python compiling.py CAPABILITY SHARED_BYTES DTYPE PER_HEAD KEY_SIZE VALUE_SIZE WINDOW SOFTCAP
+    python compiling.py CAPABILITY SHARED_BYTES DTYPE PER_HEAD KEY_SIZE VALUE_SIZE WINDOW SOFTCAP \
+        LATENT
 prints JSON: for each kernel its shared memory, its stack (which holds what registers cannot) and
 the matrix instructions in it.
 """
@@ -152,18 +153,25 @@ def main(arguments: list[str]) -> None:
     capability, shared_bytes = int(arguments[0]), int(arguments[1])
     dtype, per_head = arguments[2], int(arguments[3])
     key_size, value_size, window = map(int, arguments[4:7])
-    sizes = per_head, key_size, value_size, _ITEM_BYTES[dtype], shared_bytes
-    small, large = shapes.decode_shape(*sizes), shapes.prefill_shape(*sizes)
-    kernels = {
+    latent = arguments[8] == "True"
+    split = 1
+    sizes = key_size, value_size, _ITEM_BYTES[dtype], shared_bytes
+    if latent:
+        together = shapes.latent_heads(per_head, *sizes)
+        split, per_head = per_head // together, together
+    small = shapes.decode_shape(per_head, *sizes, latent=latent)
+    large = shapes.prefill_shape(per_head, *sizes, latent=latent)
+    # Of latents, no values are kept.
+    kept = {"VALUE_SIZE": 0, "KEY_PADDED": shapes.padded(key_size)} if latent else {}
+    kernels: dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]] = {
         "decode": (decode._decode, small, {}),
         "merge": (decode._merge, small, {}),
         "prefill": (prefill._prefill, large, {"NESTED": False}),
         "exact prefill": (prefill._prefill, small, {"NESTED": True}),
-        "write": (copies._write, small, {}),
-        "pack": (copies._wire, small, {"PACKING": True}),
-        "unpack": (copies._wire, small, {"PACKING": False}),
-        **_fused(key_size),
-        **_experts(_ITEM_BYTES[dtype]),
+        "write": (copies._write, small, kept),
+        "pack": (copies._wire, small, {"PACKING": True, **kept}),
+        "unpack": (copies._wire, small, {"PACKING": False, **kept}),
+        **({} if latent else {**_fused(key_size), **_experts(_ITEM_BYTES[dtype])}),
     }
     report = {}
     for name, (kernel, shape, own) in kernels.items():
@@ -173,10 +181,12 @@ def main(arguments: list[str]) -> None:
             "POSITIONS": shape.positions(per_head),
             "PARTS": 33,
             "KEY_SIZE": key_size,
-            "KEY_PADDED": shapes.padded(key_size),
+            "KEY_PADDED": shapes.padded(key_size - value_size if latent else key_size),
             "VALUE_SIZE": value_size,
             "VALUE_PADDED": shapes.padded(value_size),
             "BLOCK_SIZE": 16,
+            "LATENT": latent,
+            "SPLIT": split,
             "KEYS": shape.keys,
             "WINDOW": window,
             "SOFTCAP": float(arguments[7]),

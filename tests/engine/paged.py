@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,6 +34,8 @@ class Case:
     block_size: int = 16
     spans: tuple[tuple[int, int], ...] = ((0, 5), (20, 38), (262, 290))
     """Of each sequence, which positions are computed; those before only have their KV."""
+    latent: bool = False
+    """Whether values are the starts of keys, and not kept."""
 
     @property
     def longest(self) -> int:
@@ -45,7 +47,8 @@ class Case:
 
     @property
     def layout(self) -> KvLayout:
-        return KvLayout("d", self.dtype, 2, self.kv_heads, self.key_size, self.value_size)
+        value_size = 0 if self.latent else self.value_size
+        return KvLayout("d", self.dtype, 2, self.kv_heads, self.key_size, value_size)
 
 
 @dataclass
@@ -73,13 +76,17 @@ class Paged:
         """shift: moves all block tables, so that two instances lay sequences out otherwise."""
         self.case = case
         self.device = torch.device(device)
-        shape = AttentionShape(case.layout, case.dtype, case.per_head, softcap=False)
+        latent_size = case.value_size if case.latent else 0
+        shape = AttentionShape(
+            case.layout, case.dtype, case.per_head, softcap=False, latent_size=latent_size
+        )
         where = NUM_BLOCKS, case.block_size, self.device
         self.backend = TritonBackend(shape, *where, max_model_len=640, max_batch=4, exact=exact)
         self.cache = self.backend.memory
         self.cache.storage.fill_(torch.nan)
         self.sequences, self.sinks = self._random(shift)
         self.arguments = LayerArguments(LAYER, case.scale, case.window, case.softcap, self.sinks)
+        self.arguments = replace(self.arguments, latent=case.latent)
         for sequence in self.sequences:
             self._fill(sequence)
 
@@ -108,6 +115,8 @@ class Paged:
             query = tensor(length, heads, case.key_size).transpose(0, 1)
             key = tensor(length, case.kv_heads, case.key_size).transpose(0, 1)
             value = tensor(length, case.kv_heads, case.value_size).transpose(0, 1)
+            if case.latent:
+                value = key[..., : case.value_size]
             extents = tuple((block, 1) for block in blocks)
             sequences.append(PagedSequence(query, key, value, extents, start, start))
         return sequences, tensor(heads) if case.sinks else None

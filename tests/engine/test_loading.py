@@ -49,7 +49,8 @@ def test_several_end_tokens(tmp_path: Path) -> None:
         ("llama", (3, 2, 16, 16)),
         ("qwen3", (3, 2, 32, 32)),
         ("gpt2", (3, 4, 16, 16)),
-        ("deepseek_v3", (3, 4, 24, 16)),
+        ("deepseek_v3", (3, 1, 16 + 8, 0)),
+        ("deepseek_v2", (3, 1, 24 + 8, 0)),
     ],
 )
 def test_the_layout_is_what_attention_is_given(

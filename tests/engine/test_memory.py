@@ -72,7 +72,7 @@ def layout(key_size: int, value_size: int, dtype: str = "float32") -> KvLayout:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (6, 4), (4, 6)])
+@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (6, 4), (4, 6), (6, 0)])
 def test_the_payload_is_layer_kind_position_head_element(
     key_size: int, value_size: int, dtype: str
 ) -> None:

@@ -19,7 +19,7 @@ from batonlm.engine import footprint
 from batonlm.engine import runner as runner_module
 from batonlm.engine.config import MIB, EngineConfig
 from batonlm.engine.footprint import allocate, foresee, largest_step, weights_bytes
-from batonlm.engine.loader import load
+from batonlm.engine.loader import load, wire
 from batonlm.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
 from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import ARCHS, save_tiny_model
@@ -195,6 +195,7 @@ def test_quantized_weights_are_foreseen_too(arch: str, saved: Callable[[str], Pa
     config = EngineConfig(str(saved(arch)), num_blocks=64, quantize="int8")
     foreseen = foresee(config, FREE).memory.weights_bytes
     loaded = load(replace(config, quantize="none"))
+    wire(loaded.network)
     plain, small = (weights_bytes(loaded.network, loaded.device, q) for q in ("none", "int8"))
     assert small == foreseen < plain
 

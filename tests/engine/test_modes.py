@@ -35,6 +35,7 @@ SWAP_BYTES = {"recompute": (0, 0), "swap_host": (1 << 24, 0), "swap_disk": (0, 1
 SOME = [
     *(("llama", way) for way in SWAP_BYTES),
     ("gemma2", "swap_disk"),
+    ("deepseek_v3", "swap_host"),
 ]
 DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=11, top_logprobs=0)
 

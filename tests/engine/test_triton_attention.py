@@ -30,6 +30,8 @@ CASES = {
     "eight_heads_128": Case(per_head=8, key_size=128, value_size=128, spans=((0, 6), (60, 70))),
     "size_256": Case(key_size=256, value_size=256, spans=((0, 9), (30, 40))),
     "mla": Case(per_head=1, kv_heads=3, key_size=24, value_size=16, spans=((0, 20), (258, 260))),
+    "latent": Case(24, 1, 56, 40, latent=True, spans=((0, 5), (250, 258))),
+    "latent_window": Case(5, 1, 80, 64, 24, latent=True, spans=((0, 20), (258, 260))),
     "window": Case(window=24),
     "softcap": Case(softcap=5.0),
     "sinks": Case(sinks=True, spans=((0, 3), (40, 50), (265, 270))),
@@ -98,14 +100,14 @@ def test_it_is_what_it_is_defined_to_be(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
 def test_so_is_the_exact_form(name: str, device: str) -> None:
     check(CASES[name], device, exact=True)
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
 def test_so_are_short_floats(name: str, dtype: str, device: str) -> None:
     check(replace(CASES[name], dtype=dtype), device, exact=False)
 
@@ -113,7 +115,9 @@ def test_so_are_short_floats(name: str, dtype: str, device: str) -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("plain", "everything")])
+@pytest.mark.parametrize(
+    "name", [name for name in CASES if name not in ("plain", "everything", "latent")]
+)
 def test_so_are_all_cases_of_short_floats(name: str, dtype: str, device: str) -> None:
     check(replace(CASES[name], dtype=dtype), device, exact=False)
 
@@ -160,7 +164,7 @@ def test_the_cuts_of_a_prompt_do_not_show_in_any_bit(name: str, device: str) -> 
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
 def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
     name: str, device: str
 ) -> None:

@@ -21,14 +21,17 @@ SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 SPILLED = 96
 
 MODELS = [
-    # dtype, query heads per KV head, key size, value size, window, soft cap
-    ("bf16", 4, 128, 128, 0, 0.0),
-    ("bf16", 8, 64, 64, 128, 0.0),
-    ("bf16", 2, 256, 256, 4096, 50.0),
-    ("bf16", 1, 192, 128, 0, 0.0),
-    ("fp16", 3, 80, 80, 0, 0.0),
-    ("fp32", 4, 128, 128, 0, 0.0),
-    ("fp32", 2, 256, 256, 0, 0.0),
+    # dtype, query heads per KV head, key size, value size, window, soft cap, latent
+    ("bf16", 4, 128, 128, 0, 0.0, False),
+    ("bf16", 8, 64, 64, 128, 0.0, False),
+    ("bf16", 2, 256, 256, 4096, 50.0, False),
+    ("bf16", 1, 192, 128, 0, 0.0, False),
+    ("fp16", 3, 80, 80, 0, 0.0, False),
+    ("fp32", 4, 128, 128, 0, 0.0, False),
+    ("fp32", 2, 256, 256, 0, 0.0, False),
+    ("fp32", 16, 576, 512, 0, 0.0, True),
+    ("fp16", 40, 288, 256, 0, 0.0, True),
+    ("bf16", 128, 576, 512, 0, 0.0, True),
 ]
 
 
@@ -62,12 +65,14 @@ def check(capability: int, model: tuple[Any, ...], cache: Path) -> None:
     if model[0] != "fp32":
         wide = "wgmma" if capability == 90 else "mma.sync"
         assert report["prefill"]["instructions"] == [wide]
-        assert report["decode"]["instructions"] == ["mma.sync"]
+        if not model[-1]:
+            assert report["decode"]["instructions"] == ["mma.sync"]
 
 
 @pytest.mark.deep
-def test_they_fit_a_hopper(tmp_path: Path) -> None:
-    check(90, MODELS[0], tmp_path)
+@pytest.mark.parametrize("model", [MODELS[0], MODELS[-1]], ids=["llama", "latents"])
+def test_they_fit_a_hopper(model: tuple[Any, ...], tmp_path: Path) -> None:
+    check(90, model, tmp_path)
 
 
 @pytest.mark.slow

@@ -28,9 +28,11 @@ def caches(layout: KvLayout, device: str, block_size: int) -> tuple[BlockCache, 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("block_size", [16, 32])
-@pytest.mark.parametrize("count", [1, 16, 20])
-def test_rows_are_written_as_by_torch(dtype: str, block_size: int, count: int, device: str) -> None:
-    layout = KvLayout("d", dtype, 2, 2, 24, 16)
+@pytest.mark.parametrize(("count", "value_size"), [(1, 16), (16, 16), (20, 16), (20, 0)])
+def test_rows_are_written_as_by_torch(
+    dtype: str, block_size: int, count: int, value_size: int, device: str
+) -> None:
+    layout = KvLayout("d", dtype, 2, 2, 24, value_size)
     plain, kernel = caches(layout, device, block_size)
     places = torch.tensor(PLACES[:count], dtype=torch.int32)
     # One transposed, as most models give it, and one a slice of something wider.
@@ -42,7 +44,7 @@ def test_rows_are_written_as_by_torch(dtype: str, block_size: int, count: int, d
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (24, 16), (16, 80)])
+@pytest.mark.parametrize(("key_size", "value_size"), [(64, 64), (24, 16), (16, 80), (40, 0)])
 @pytest.mark.parametrize("count", [1, 20])
 def test_the_wire_is_filled_and_emptied_as_by_torch(
     key_size: int, value_size: int, count: int, device: str

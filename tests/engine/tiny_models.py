@@ -30,6 +30,30 @@ _BASE: dict[str, Any] = {
     "initializer_range": 0.3,
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_LATENT_MOE = {
+    **_MOE,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 _GPT = {"bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -87,18 +111,22 @@ ARCHS: dict[str, Callable[[], Any]] = {
     "deepseek_v3": lambda: _config(
         "DeepseekV3Config",
         **_without("num_key_value_heads"),
-        **_MOE,
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=16,
+        **_LATENT,
+        **_LATENT_MOE,
+    ),
+    "deepseek_v2": lambda: _config(
+        "DeepseekV2Config",
+        **_without("num_key_value_heads", "num_attention_heads", "hidden_size"),
+        **_LATENT_MOE,
+        hidden_size=80,
+        num_attention_heads=5,
+        num_key_value_heads=5,
+        q_lora_rank=None,
+        kv_lora_rank=24,
         qk_nope_head_dim=16,
         qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
+        v_head_dim=12,
+        rope_parameters=_YARN,
     ),
     "cohere": lambda: _config("CohereConfig", **_BASE),
     "glm4": lambda: _config("Glm4Config", **_BASE, head_dim=16),
@@ -128,6 +156,18 @@ ARCHS: dict[str, Callable[[], Any]] = {
     ),
 }
 """Architectures that are served."""
+
+LATENT: dict[str, Callable[[], Any]] = {
+    "youtu": lambda: _config("YoutuConfig", **_without("num_key_value_heads"), **_LATENT),
+    "minicpm3": lambda: _config("MiniCPM3Config", **_without("num_key_value_heads"), **_LATENT),
+    "glm4_moe_lite": lambda: _config(
+        "Glm4MoeLiteConfig", **_without("num_key_value_heads"), **_LATENT, **_LATENT_MOE
+    ),
+    "axk1": lambda: _config(
+        "AXK1Config", **_without("num_key_value_heads"), **_LATENT, **_LATENT_MOE
+    ),
+}
+"""More architectures with multi-head latent attention."""
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "falcon": lambda: _config(
@@ -165,7 +205,7 @@ def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = {**ARCHS, **REFUSED}[arch]()
+    config = {**ARCHS, **LATENT, **REFUSED}[arch]()
     for name, value in changes.items():
         setattr(config, name, value)
     classes: Any = transformers.AutoModelForCausalLM

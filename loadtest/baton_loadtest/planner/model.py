@@ -67,7 +67,7 @@ def facts_of(outlook: ForeseenModel) -> ModelFacts:
         chosen=int(getattr(text, "num_experts_per_tok", None) or 1),
         layers=layout.num_layers,
         query_heads=layout.num_kv_heads * outlook.shape.per_head,
-        head_sizes=layout.key_size + layout.value_size,
+        head_sizes=layout.key_size + outlook.shape.value_size,
         sliding=outlook.shape.sliding_layers if window else 0,
         window=int(window),
         kv_position=memory.block_bytes // memory.block_size,

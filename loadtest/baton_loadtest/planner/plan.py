@@ -134,13 +134,15 @@ def _memory(args: argparse.Namespace) -> int:
 
 def _model_lines(outlook: ForeseenModel) -> list[tuple[str, str]]:
     layout, memory = outlook.shape.layout, outlook.memory
-    sizes = f"{layout.key_size} + {layout.value_size}"
+    heads = f"{layout.num_kv_heads} heads x ({layout.key_size} + {layout.value_size})"
+    if rank := outlook.shape.latent_size:
+        heads = f"(a latent of {rank} + a rotated key of {layout.key_size - rank})"
     lines = [
         ("model", outlook.model.description.name),
         (
             "a token's KV",
             f"{size(memory.block_bytes // memory.block_size)}: {layout.num_layers} layers x "
-            f"{layout.num_kv_heads} heads x ({sizes}) x {outlook.shape.dtype}",
+            f"{heads} x {outlook.shape.dtype}",
         ),
     ]
     stored, wire = memory.block_bytes // memory.block_size, layout.bytes_per_position

@@ -88,7 +88,7 @@ def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: Attention
     element = next(network.parameters()).element_size()
     text = network.config.get_text_config()  # type: ignore[union-attr,operator]
     query_heads = layout.num_kv_heads * shape.per_head
-    attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, layout.value_size)
+    attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, shape.value_size)
     width = int(text.hidden_size) + _widest(network, text) + attention
     tokens = config.max_step_tokens * width * _LAYER_COPIES * element
     vocab = loaded.description.vocab_size
@@ -218,12 +218,12 @@ def size_pool(
 
 def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionShape) -> int:
     """Of a position in the pool, where values may be padded to the size of keys, see `KvCache`; on
-    the wire they never are."""
+    the wire they never are. Latents have none."""
     layout = shape.layout
     sizes = layout.key_size, layout.value_size
     kernel = choose_kernel(config.attention, model.device, *sizes, softcap=shape.softcap)
     even = kernel is flash_cpu and config.attention != "triton"
-    stored = max(sizes) if even else layout.value_size
+    stored = max(sizes) if even and layout.value_size else layout.value_size
     heads = layout.num_layers * layout.num_kv_heads
     return heads * (layout.key_size + stored) * DTYPE_BYTES[shape.dtype]
 

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.exact import BASE, MOST, NotExact, Product, in_tiles, prove, random_rows, tiled
+from batonlm.engine.latent import LatentProjection
 
 # Products call torch's operators by their overload, because exact mode watches the functions of
 # torch that modelling code calls, and would confine a second time what is proven here already.
@@ -587,7 +588,7 @@ class PackedLinear(nn.Module):
 def swap(
     network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: int = 64
 ) -> frozenset[int]:
-    """Replaces nn.Linear, GPT-2's Conv1D and experts.
+    """Replaces nn.Linear, GPT-2's Conv1D and experts, and settles exact latent projections.
 
     quantize: as in EngineConfig. max_batch: how many sequences a step decodes at most. Returns the
     numbers of rows that all layers compute as they are; none when they do so with any. Raises
@@ -610,6 +611,10 @@ def swap(
                 packed = PackedLinear(child.weight.t(), child.bias, chooser)
             elif on_cpu and are_known_experts(child):
                 packed = PackedExperts(child, chooser)
+            elif exact and isinstance(child, LatentProjection):
+                sizes = child.prove()
+                common = set(sizes) if common is None else common & sizes
+                continue
             else:
                 continue
             setattr(parent, name, packed)
@@ -625,4 +630,6 @@ def loosen(network: nn.Module, *, quantize: str = "none", max_batch: int = 64) -
         if isinstance(module, (PackedLinear, PackedExperts)):
             for product in module.products:
                 product.loosen()
+        elif isinstance(module, LatentProjection):
+            module.loosen()
     swap(network, exact=False, quantize=quantize, max_batch=max_batch)

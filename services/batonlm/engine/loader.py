@@ -30,6 +30,7 @@ from batonlm.engine.device import choose_device
 from batonlm.engine.digest import fetched_digest, model_digest
 from batonlm.engine.fused.decoder import Decoder
 from batonlm.engine.kv.cache import DTYPES
+from batonlm.engine.latent import keep_latents
 from batonlm.engine.linear import check_fp8, check_int8
 
 log = logging.getLogger(__name__)
@@ -255,7 +256,8 @@ def _description(
 
 
 def wire(network: nn.Module) -> None:
-    """Routes all attention of the model through `attention.interface.paged`.
+    """Routes all attention of the model through `attention.interface.paged`, and has layers of
+    latent attention keep latents.
 
     On CPUs, experts that `linear` cannot pack go through their loop: the batched forms make a
     token's bits depend on how many others chose its expert, and are no faster.
@@ -267,6 +269,7 @@ def wire(network: nn.Module) -> None:
     network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
         raise UnsupportedModel("the model did not take our attention")
+    keep_latents(network)
     on_cpu = next(network.parameters()).device.type == "cpu"
     if on_cpu and network._can_set_experts_implementation():  # type: ignore[operator]
         network.set_experts_implementation("eager")  # type: ignore[operator]
@@ -468,6 +471,13 @@ class AttentionShape:
     """How many look back over a window only."""
     layers: tuple[LayerArguments, ...] = ()
     """What each layer's attention is called with, in order."""
+    latent_size: int = 0
+    """How much of a key is a latent, which is its value too; 0 where the layout has values."""
+
+    @property
+    def value_size(self) -> int:
+        """Of the values that attention reads."""
+        return self.latent_size or self.layout.value_size
 
 
 def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
@@ -502,6 +512,7 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
     ((query_heads, heads, key_size, value_size),) = shapes
+    latent_size = value_size if calls[0].latent else 0
     dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
     layout = KvLayout(
         model_digest=loaded.description.digest,
@@ -509,9 +520,10 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
         num_layers=layers,
         num_kv_heads=heads,
         key_size=key_size,
-        value_size=value_size,
+        value_size=0 if latent_size else value_size,
     )
     softcap = any(call.softcap is not None for call in calls)
     sliding = sum(call.window is not None for call in calls)
     in_order = tuple(sorted(calls, key=lambda call: call.layer))
-    return AttentionShape(layout, dtype, query_heads // heads, softcap, sliding, in_order)
+    per_head = query_heads // heads
+    return AttentionShape(layout, dtype, per_head, softcap, sliding, in_order, latent_size)

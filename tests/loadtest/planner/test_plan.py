@@ -18,6 +18,26 @@ from batonlm.engine.footprint import foresee
 from batonlm.engine.gpus import Gpu
 from tests.loadtest.planner.model_configs import LLAMA_8B
 
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "dtype": "bfloat16",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,6 +66,22 @@ def test_a_large_model_is_planned_from_its_configuration_alone(
     said = capsys.readouterr().out
     assert "a token's KV 128 KiB" in said and "of 8192 takes 1 GiB" in said
     assert f"in {found['num_blocks']} blocks of 16 positions" in said
+
+
+def test_deepseeks_latents_take_70_kb_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not the 5 MB that keys and values of 128 heads would."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    file = tmp_path / "plan.json"
+    told = ("--device", "cuda", "--memory-gib", "1600", "--context", "4096", "--json", str(file))
+    assert main(["plan", "memory", "--model", str(tmp_path), *told]) == 0
+    found = json.loads(file.read_text())
+    assert found["wire_bytes_per_token"] == 61 * (512 + 64) * 2 == 70272
+    assert found["block_bytes"] == 16 * 70272
+    assert (
+        "68.6 KiB: 61 layers x (a latent of 512 + a rotated key of 64)" in capsys.readouterr().out
+    )
 
 
 def test_quantizing_takes_less(large: Path) -> None:

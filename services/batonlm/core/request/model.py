@@ -31,6 +31,7 @@ class KvLayout:
     num_kv_heads: int
     key_size: int
     value_size: int
+    """0 where a value is the start of its key, as of latents, so that keys alone are kept."""
     min_wire_version: int = field(default_factory=lambda: OLDEST_WIRE_VERSION)
     max_wire_version: int = field(default_factory=lambda: WIRE_VERSION)
 

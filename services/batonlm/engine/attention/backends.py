@@ -9,7 +9,7 @@ import torch
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.attention.interface import Backend
-from batonlm.engine.attention.kernels import choose_kernel, fewest_rows, flash_cpu
+from batonlm.engine.attention.kernels import by_position, choose_kernel, fewest_rows, flash_cpu
 from batonlm.engine.attention.tiled import TiledBackend
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.kv.cache import DTYPES, KvCache
@@ -46,6 +46,8 @@ def open_backend(
         even=kernel is flash_cpu,
         dtype=kept_as,
     )
+    if kernel is flash_cpu and not layout.value_size:
+        kernel = by_position(shape.per_head)
     lone_rows: int | None = shape.per_head
     if config.exact:
         heads, size = layout.num_kv_heads, layout.key_size

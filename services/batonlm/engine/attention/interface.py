@@ -17,6 +17,7 @@ from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.scheduler.plan import StepPlan
 from batonlm.engine.kv.cache import KvMemory
+from batonlm.engine.latent import projection_of
 
 # No mask function is registered under this name, so transformers builds no masks at all. The name
 # avoids the substrings that transformers treats specially.
@@ -35,6 +36,8 @@ class LayerArguments:
     softcap: float | None
     sinks: torch.Tensor | None
     """[heads], scores that take weight and give no value."""
+    latent: bool = False
+    """Whether a position's value is the start of its key, so that keys alone are kept."""
 
     @property
     def score_factor(self) -> float:
@@ -49,8 +52,9 @@ AttentionContext = Callable[
 """(arguments, query [heads, T, D], key [kv_heads, T, D], value [kv_heads, T, Dv]) -> output [T,
 heads, Dv].
 
-It stores a layer's KV of the step, then attends. Rows behind those of the step's chunks are
-padding: nothing is stored for them, and what comes out means nothing.
+It stores a layer's KV of the step, then attends. Of latents, value is a view of key. Rows behind
+those of the step's chunks are padding: nothing is stored for them, and what comes out means
+nothing.
 """
 
 
@@ -87,11 +91,14 @@ def paged(
         window=sliding_window or None,
         softcap=softcap,
         sinks=s_aux,
+        latent=(projection := projection_of(module)) is not None,
     )
     # Attention is exact by itself: catching its many small calls would only cost time.
     with torch._C.DisableTorchFunction():
-        output = baton_context(arguments, query[0], key[0], value[0])
-    return output[None], None
+        if projection is None:
+            return baton_context(arguments, query[0], key[0], value[0])[None], None
+        sums = baton_context(arguments, projection.queries(query[0]), key[0], value[0])
+        return projection.outputs(sums)[None], None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,40 @@ def flash_cpu(
     return output, lse
 
 
+def by_position(per_head: int) -> Kernel:
+    """`flash_cpu` for many query heads over one KV head, as of latents: [1, 1, rows, ..].
+
+    The kernel is given every position's query heads, at most 16 at a time, as if they had a KV head
+    of their own. It computes these one by one: a row has the bits of a query that is alone, without
+    padding, and cores share out a single query.
+    """
+    rows = max(count for count in range(1, TILE + 1) if per_head % count == 0)
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        heads = query.shape[2] // rows
+        if mask is not None and mask.shape[2] > 1:
+            # The same for all rows of a position.
+            mask = mask[0, 0, ::rows, None][None]
+        output, lse = flash_cpu(
+            query.view(1, heads, rows, -1),
+            key.expand(-1, heads, -1, -1),
+            value.expand(-1, heads, -1, -1),
+            mask,
+            scale,
+            softcap,
+        )
+        return output.reshape(1, 1, heads * rows, -1), lse.reshape(1, 1, -1)
+
+    return kernel
+
+
 def choose_kernel(
     name: str, device: torch.device, key_size: int, value_size: int, *, softcap: bool
 ) -> Kernel:

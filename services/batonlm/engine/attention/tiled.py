@@ -117,7 +117,9 @@ class KeyReader:
         self._masks = MaskBank(cache.keys.dtype, cache.keys.device, rows)
         self._views: dict[tuple[int, int], LayerViews] = {}
         self._former: dict[tuple[int, int], LayerViews] = {}
-        self._copies = [cache.keys.new_empty(0), cache.values.new_empty(0)]
+        # Of latents, a key's start is its value: the kernel is given keys as values.
+        self._parts = (cache.keys, cache.values) if cache.layout.value_size else (cache.keys,)
+        self._copies = [part.new_empty(0) for part in self._parts]
 
     def begin(self) -> None:
         """A new step: forgets what the last one did not use. Decode uses most of it again."""
@@ -157,13 +159,13 @@ class KeyReader:
         other; good until the next call.
         """
         found = []
-        for kind, memory in enumerate((self._cache.keys[layer], self._cache.values[layer])):
+        for kind, memory in enumerate(part[layer] for part in self._parts):
             shape = torch.Size((memory.shape[0], len(places), memory.shape[2]))
             if self._copies[kind].numel() < shape.numel():
                 self._copies[kind] = memory.new_empty(shape.numel())
             out = self._copies[kind][: shape.numel()].view(shape)
             found.append(torch.index_select(memory, 1, places, out=out).unsqueeze(0))
-        return found[0], found[1]
+        return found[0], found[-1]
 
     def _unmasked(self, tile: Tile, window: int | None) -> bool:
         """Whether every query sees all that the tile reads, and no mask says so.
@@ -177,9 +179,8 @@ class KeyReader:
         """A run of places where it lies."""
         found = self._views.get((start, length)) or self._former.get((start, length))
         if found is None:
-            keys = self._cache.keys.narrow(2, start, length).unsqueeze(1)
-            values = self._cache.values.narrow(2, start, length).unsqueeze(1)
-            found = keys.unbind(0), values.unbind(0)
+            views = [part.narrow(2, start, length).unsqueeze(1).unbind(0) for part in self._parts]
+            found = views[0], views[-1]
         self._views[start, length] = found
         return found
 
@@ -253,7 +254,7 @@ class StepAttention:
         queries = self._routes.scatter(query.transpose(0, 1).reshape(count * heads, size))
         parts = self._tiles(arguments, queries, self._read(arguments.window, per_head))
         output = self._routes.gather([part for part, _ in parts])
-        output = output.view(count, heads, -1)[..., : self._cache.layout.value_size]
+        output = output.view(count, heads, -1)[..., : value.shape[-1]]
         if arguments.sinks is None:
             return output
         lse = self._routes.gather([part for _, part in parts]).view(count, heads)

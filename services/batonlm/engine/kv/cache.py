@@ -68,8 +68,9 @@ def keys_and_values(layout: KvLayout, count: int, wire: torch.Tensor) -> KeysAnd
     """Both as views of a flat payload of `count` positions."""
     by_layer = wire.view(layout.num_layers, -1)
     split = count * layout.num_kv_heads * layout.key_size
-    shape = (layout.num_layers, count, layout.num_kv_heads, -1)
-    return by_layer[:, :split].view(shape), by_layer[:, split:].view(shape)
+    shape = (layout.num_layers, count, layout.num_kv_heads)
+    keys, values = by_layer[:, :split], by_layer[:, split:]
+    return keys.view(*shape, layout.key_size), values.view(*shape, layout.value_size)
 
 
 class KvMemory(ABC):
@@ -120,8 +121,8 @@ class KvCache(KvMemory):
     takes without a copy.
 
     keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where stored
-    is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size. dtype:
-    of both; None is the wire's.
+    is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size; of
+    latents it is 0, and attention reads keys as values. dtype: of both; None is the wire's.
 
     Invariant: within a tile of 16 places, those after the last written one hold zeros. Attention
     reads whole tiles and masks what lies ahead; zeros keep a former owner's infinities out of that
@@ -139,7 +140,9 @@ class KvCache(KvMemory):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(layout, num_blocks, block_size)
-        stored = max(layout.value_size, layout.key_size) if even else layout.value_size
+        stored = layout.value_size
+        if even and stored:
+            stored = max(stored, layout.key_size)
         shape = (layout.num_layers, layout.num_kv_heads, num_blocks * block_size)
         dtype = dtype or DTYPES[layout.dtype]
         self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
@@ -152,7 +155,8 @@ class KvCache(KvMemory):
     ) -> None:
         """keys [heads, T, key_size] and values [heads, T, value_size] to places [T] (int64)."""
         self.keys[layer].index_copy_(1, places, keys)
-        self.values[layer].narrow(-1, 0, self.layout.value_size).index_copy_(1, places, values)
+        if size := self.layout.value_size:
+            self.values[layer].narrow(-1, 0, size).index_copy_(1, places, values)
 
     def clear(self, places: torch.Tensor) -> None:
         """Zeros places [N] (int64) in all layers."""
@@ -266,9 +270,9 @@ class BlockCache(KvMemory):
         self.block_bytes = size * dtype.itemsize
         by_layer = self.storage.view(num_blocks + 1, layers, -1)
         split = places * layout.key_size
-        shape = (num_blocks + 1, layers, heads, block_size, -1)
-        self.keys = by_layer[:, :, :split].view(shape)
-        self.values = by_layer[:, :, split:].view(shape)
+        shape = (num_blocks + 1, layers, heads, block_size)
+        self.keys = by_layer[:, :, :split].view(*shape, layout.key_size)
+        self.values = by_layer[:, :, split:].view(*shape, layout.value_size)
         self._layers = [(self.keys[:, i], self.values[:, i]) for i in range(layers)]
         # Hand-overs must not wait for steps that are under way, which have other blocks.
         self._stream: torch.cuda.Stream | None = None
@@ -296,7 +300,8 @@ class BlockCache(KvMemory):
             return
         blocks, offsets = places // self.block_size, places % self.block_size
         own_keys[blocks, :, offsets] = keys.transpose(0, 1)
-        own_values[blocks, :, offsets] = values.transpose(0, 1)
+        if self.layout.value_size:
+            own_values[blocks, :, offsets] = values.transpose(0, 1)
 
     def copy(self, copy: BlockCopy) -> None:
         """Copies a block. What lies after its first num_positions comes along and means nothing."""

@@ -189,7 +189,10 @@ class Rank:
         text = settings.get_text_config()  # type: ignore[attr-defined]
         own, place = self._runner.layout, self._place
         layers = int(text.num_hidden_layers)
-        self._heads, self._layers = kv_heads_of(text, place), layers_of(layers, place)
+        latent = not own.value_size
+        # Every rank keeps the latents, and has heads that read them.
+        self._heads = (0, 1) if latent else kv_heads_of(text, place)
+        self._layers = layers_of(layers, place)
         planned = replace(
             own,
             num_kv_heads=self._heads[1] - self._heads[0],
@@ -198,7 +201,7 @@ class Rank:
         if own != planned:
             raise InvalidArgument("its plan does not split attention by heads", field=FIELD)
         heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-        return replace(own, num_layers=layers, num_kv_heads=heads)
+        return replace(own, num_layers=layers, num_kv_heads=1 if latent else heads)
 
     def _transfer(self, request: Transfer) -> None:
         self._loaded.wait(LOAD_S)

@@ -40,7 +40,9 @@ _COLWISE, _ROWWISE, _HEADS = "colwise", "rowwise", "heads"
 _PAIR = "colwise_gather_output"
 """Of gate_up_proj alone: gate and up in one matrix, each split by outputs. (In the plan its results
 are gathered, because transformers does not cut in two places.)"""
-_IGNORED = {"replicated_with_grad_allreduce", "moe_tp_experts", "embedding_rowwise"}
+_IGNORED = {
+    "replicated_with_grad_allreduce", "moe_tp_experts", "embedding_rowwise", "mla_kv_a_proj"
+}  # fmt: skip
 """Weights that all ranks have, and what is split here without a plan."""
 _ATTENTION = {
     f"layers.*.self_attn.{name}": kind
@@ -51,7 +53,7 @@ _ATTENTION = {
     )
     for name in names
 }
-_PLANS = {"deepseek_v3": _ATTENTION, "gpt_oss": _ATTENTION}
+_PLANS = {name: _ATTENTION for name in ("deepseek_v3", "youtu", "axk1", "gpt_oss")}
 _OF_KEYS_AND_VALUES = ("k_proj", "v_proj")
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 

@@ -44,13 +44,22 @@ class TritonBackend:
         layout, per_head = shape.layout, shape.per_head
         self.memory = BlockCache(layout, num_blocks, block_size, device, dtype=DTYPES[shape.dtype])
         bytes_each = self.memory.storage.element_size()
-        sizes = per_head, layout.key_size, layout.value_size, bytes_each, _shared_bytes(device)
+        sizes = layout.key_size, shape.value_size, bytes_each, _shared_bytes(device)
+        if shape.latent_size:
+            # One KV head has too many of them for a tile.
+            per_head = shapes.latent_heads(per_head, *sizes)
+        self._groups = layout.num_kv_heads * shape.per_head // per_head
         self._per_head = per_head
+        self._latent_size = shape.latent_size
+        self._value_size = shape.value_size
         self._exact = exact
         self._longest = blocks_for(max_model_len, block_size)
-        self._decode_shape = shapes.decode_shape(*sizes)
-        self._prefill_shape = self._decode_shape if exact else shapes.prefill_shape(*sizes)
-        self._most_parts = shapes.most_parts(layout.num_kv_heads, max_model_len)
+        latent = shape.latent_size > 0
+        self._decode_shape = shapes.decode_shape(per_head, *sizes, latent=latent)
+        self._prefill_shape = self._decode_shape
+        if not exact:
+            self._prefill_shape = shapes.prefill_shape(per_head, *sizes, latent=latent)
+        self._most_parts = shapes.most_parts(self._groups, max_model_len)
         self._held = self._parts(max_batch)
         tile_positions = self._prefill_shape.positions(per_head)
         self._builder = StepBuilder(block_size, tile_positions, device)
@@ -86,19 +95,23 @@ class TritonBackend:
     ) -> torch.Tensor:
         """See `TritonStep`."""
         keys, values = self.memory.layer(arguments.layer)
+        if arguments.latent:
+            values = keys[..., : self._latent_size]
         output = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
         given = query, keys, values, tensors, arguments
         if parts is not None:
             decode_attention(*given, self._decode_shape, parts, output)
         if len(tensors.tiles):
             most_parts = self._most_parts if self._exact else 0
-            prefill_attention(*given, self._prefill_shape, output, parts=most_parts)
+            prefill_attention(
+                *given, self._prefill_shape, output, per_head=self._per_head, parts=most_parts
+            )
         return output
 
     def _parts(self, sequences: int) -> PartStates:
-        memory = self.memory
-        heads, size = memory.layout.num_kv_heads, memory.layout.value_size
-        return PartStates(sequences, heads, self._most_parts, self._per_head, size, memory.device)
+        per_head, size = self._per_head, self._value_size
+        device = self.memory.device
+        return PartStates(sequences, self._groups, self._most_parts, per_head, size, device)
 
 
 class TritonStep:

@@ -20,7 +20,8 @@ def write(
 ) -> None:
     """Scatters rows of one layer: keys [kv_heads, T, D] and values [kv_heads, T, Dv] to places.
 
-    places: int32 [T]. Targets: [blocks, kv_heads, block_size, D] and [.., Dv], one layer.
+    places: int32 [T]. Targets: [blocks, kv_heads, block_size, D] and [.., Dv], one layer; Dv is 0
+    of latents, whose values are not kept.
     """
     count = len(places)
     _write[(-(-count // _PLACES), keys.shape[1])](
@@ -104,10 +105,11 @@ def _write(
         key_rows, row * key_row_stride, keys, block + offset * KEY_SIZE,
         live, KEY_SIZE, KEY_PADDED,
     )  # fmt: skip
-    _move(
-        value_rows, row * value_row_stride, values, block + offset * VALUE_SIZE,
-        live, VALUE_SIZE, VALUE_PADDED,
-    )  # fmt: skip
+    if VALUE_SIZE > 0:
+        _move(
+            value_rows, row * value_row_stride, values, block + offset * VALUE_SIZE,
+            live, VALUE_SIZE, VALUE_PADDED,
+        )  # fmt: skip
 
 
 @jit_of_any("count")
@@ -144,9 +146,13 @@ def _wire(
     sent_values = start + rows * KEY_SIZE
     if PACKING:
         _move(keys, key_spots, start, row * KEY_SIZE, live, KEY_SIZE, KEY_PADDED)
-        _move(values, value_spots, sent_values, row * VALUE_SIZE, live, VALUE_SIZE, VALUE_PADDED)
     else:
         _move(start, row * KEY_SIZE, keys, key_spots, live, KEY_SIZE, KEY_PADDED)
+    if VALUE_SIZE == 0:
+        return
+    if PACKING:
+        _move(values, value_spots, sent_values, row * VALUE_SIZE, live, VALUE_SIZE, VALUE_PADDED)
+    else:
         _move(sent_values, row * VALUE_SIZE, values, value_spots, live, VALUE_SIZE, VALUE_PADDED)
 
 

@@ -23,6 +23,7 @@ from batonlm.engine.attention.triton.tiles import (
     first_seen,
     fold,
     jit,
+    load_queries,
     part_size,
     unseen,
 )
@@ -36,13 +37,14 @@ class PartStates:
     def __init__(
         self,
         sequences: int,
-        kv_heads: int,
+        groups: int,
         parts: int,
         per_head: int,
         value_size: int,
         device: torch.device,
     ):
-        shape = (sequences, kv_heads, parts, per_head)
+        """groups: of per_head query heads each, that one program computes."""
+        shape = (sequences, groups, parts, per_head)
         self.top = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
         self.output = torch.empty((*shape, value_size), dtype=torch.float32, device=device)
@@ -65,12 +67,12 @@ def decode_attention(
     """Writes the rows of the step's lone chunks to output, [T, heads, Dv] and contiguous.
 
     query [heads, T, D], its last dimension contiguous. keys [blocks, kv_heads, block_size, D] and
-    values [.., Dv]: one layer of block-major memory, see `BlockCache`. parts: memory for at least
-    as many sequences.
+    values [.., Dv]: one layer of block-major memory, see `BlockCache`; of latents,
+    values are a view of keys. parts: memory for at least as many sequences.
     """
-    _, kv_heads, most_parts, per_head = parts.top.shape
-    programs = max(1, min(most_parts, _PROGRAMS // (tensors.lone * kv_heads)))
-    _decode[(tensors.lone, kv_heads, programs)](
+    _, groups, most_parts, per_head = parts.top.shape
+    programs = max(1, min(most_parts, _PROGRAMS // (tensors.lone * groups)))
+    _decode[(tensors.lone, groups, programs)](
         query,
         keys,
         values,
@@ -89,14 +91,16 @@ def decode_attention(
         ROWS=shape.rows,
         POSITIONS=shape.positions(per_head),
         PARTS=most_parts,
-        **memory_constants(keys, values),
+        **memory_constants(keys, values, latent=arguments.latent),
+        LATENT=arguments.latent,
+        SPLIT=groups // keys.shape[1],
         KEYS=shape.keys,
         WINDOW=arguments.window or 0,
         SOFTCAP=arguments.softcap or 0.0,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
-    _merge[(tensors.lone, kv_heads)](
+    _merge[(tensors.lone, groups)](
         parts.top,
         parts.total,
         parts.output,
@@ -142,13 +146,17 @@ def _decode(
     VALUE_SIZE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Program (s, h, z): the states of parts z, z + programs, .. of sequence s and KV head h."""
+    """Program (s, g, z): the states of parts z, z + programs, .. of sequence s, for group g of
+    query heads, of which every KV head has SPLIT."""
     sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)
+    kv_head = group // SPLIT
     end = tl.load(ends + sequence)
     first = first_seen(end - 1, WINDOW)
     size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
@@ -158,18 +166,15 @@ def _decode(
         return
     row = tl.arange(0, ROWS)
     live = row < PER_HEAD
-    element = tl.arange(0, KEY_PADDED)
     row_start = query + tl.load(first_rows + sequence).to(tl.int64) * query_row_stride
-    heads = (kv_head * PER_HEAD + row)[:, None].to(tl.int64) * query_head_stride
-    queries = tl.load(
-        row_start + heads + element[None, :],
-        mask=live[:, None] & (element < KEY_SIZE)[None, :],
-        other=0.0,
+    heads = (group * PER_HEAD + row).to(tl.int64) * query_head_stride
+    queries = load_queries(
+        row_start, heads, live, KEY_SIZE, KEY_PADDED, VALUE_SIZE, VALUE_PADDED, LATENT
     )
     position = tl.zeros((ROWS,), tl.int32) + (end - 1)
     table = tables + tl.load(table_starts + sequence)
     value_element = tl.arange(0, VALUE_PADDED)
-    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    base = (sequence * tl.num_programs(1) + group).to(tl.int64) * PARTS
     nothing = unseen(ROWS, VALUE_PADDED)
     for part in range(tl.program_id(2), count, tl.num_programs(2)):
         low = (first_part + part) * size
@@ -180,7 +185,7 @@ def _decode(
         memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
         scoring = (scale, WINDOW, SOFTCAP)
         top, total, output = attend(
-            nothing, queries, position, start, stop, end, memory, scoring, KEYS, False
+            nothing, queries, position, start, stop, end, memory, scoring, KEYS, LATENT, False
         )
         spots = (base + part) * PER_HEAD + row
         tl.store(tops + spots, top, mask=live)
@@ -211,9 +216,10 @@ def _merge(
     SINKS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ) -> None:
-    """Program (s, h): the output of sequence s and KV head h, its parts taken in their order."""
+    """Program (s, g): the output of sequence s and group g of query heads, its parts taken in
+    their order."""
     sequence = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    group = tl.program_id(1)
     end = tl.load(ends + sequence)
     size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
     count = (end - 1) // size + 1 - first_seen(end - 1, WINDOW) // size
@@ -221,13 +227,13 @@ def _merge(
     live = row < PER_HEAD
     element = tl.arange(0, VALUE_PADDED)
     mask = live[:, None] & (element < VALUE_SIZE)[None, :]
-    base = (sequence * tl.num_programs(1) + kv_head).to(tl.int64) * PARTS
+    base = (sequence * tl.num_programs(1) + group).to(tl.int64) * PARTS
     state = unseen(ROWS, VALUE_PADDED)
-    for group in range(0, count, UNROLLED):
+    for first in range(0, count, UNROLLED):
         # Unrolled, so that the loads of several parts are under way at once.
         for i in tl.static_range(UNROLLED):
-            there = group + i < count
-            spots = (base + group + i) * PER_HEAD + row
+            there = first + i < count
+            spots = (base + first + i) * PER_HEAD + row
             part = (
                 tl.load(tops + spots, mask=live & there, other=float("-inf")),
                 tl.load(totals + spots, mask=live & there, other=0.0),
@@ -238,7 +244,7 @@ def _merge(
                 ),
             )
             state = fold(state, part)
-    heads = kv_head * PER_HEAD + row
+    heads = group * PER_HEAD + row
     output = finish(state, sinks, heads, live, SINKS)
     first_row = tl.load(first_rows + sequence).to(tl.int64)
     spots = first_row * tl.num_programs(1) * PER_HEAD + heads

@@ -20,6 +20,7 @@ from batonlm.engine.attention.triton.tiles import (
     first_seen,
     fold,
     jit,
+    load_queries,
     part_size,
     unseen,
 )
@@ -34,16 +35,16 @@ def prefill_attention(
     shape: TileShape,
     output: torch.Tensor,
     *,
+    per_head: int,
     parts: int,
 ) -> None:
     """Writes the rows of the step's other chunks to output; shapes as for `decode_attention`.
 
-    parts: 0, or the most parts a sequence is cut into when decode's bits are wanted; shape is then
-    decode's.
+    per_head: query heads of a tile, all that share a KV head or some of them. parts: 0, or the most
+    parts a sequence is cut into when decode's bits are wanted; shape is then decode's.
     """
-    kv_heads = keys.shape[1]
-    per_head = query.shape[0] // kv_heads
-    _prefill[(len(tensors.tiles), kv_heads)](
+    groups = query.shape[0] // per_head
+    _prefill[(len(tensors.tiles), groups)](
         query,
         keys,
         values,
@@ -63,7 +64,9 @@ def prefill_attention(
         ROWS=shape.rows,
         POSITIONS=shape.positions(per_head),
         PARTS=parts,
-        **memory_constants(keys, values),
+        **memory_constants(keys, values, latent=arguments.latent),
+        LATENT=arguments.latent,
+        SPLIT=groups // keys.shape[1],
         KEYS=shape.keys,
         WINDOW=arguments.window or 0,
         SOFTCAP=arguments.softcap or 0.0,
@@ -100,14 +103,18 @@ def _prefill(
     VALUE_SIZE: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    LATENT: tl.constexpr,
+    SPLIT: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     NESTED: tl.constexpr,
 ) -> None:
-    """Program (n, h): tile n for KV head h. A tile's rows go position by position, then by head."""
-    kv_head = tl.program_id(1)
+    """Program (n, g): tile n for group g of query heads, of which every KV head has SPLIT. A tile's
+    rows go position by position, then by head."""
+    group = tl.program_id(1)
+    kv_head = group // SPLIT
     chunk = tl.load(tiles + 2 * tl.program_id(0))
     lowest = tl.load(tiles + 2 * tl.program_id(0) + 1) * POSITIONS
     first_position = tl.load(first_positions + chunk)
@@ -116,14 +123,11 @@ def _prefill(
     row = tl.arange(0, ROWS)
     position = lowest + row // PER_HEAD
     live = (row < POSITIONS * PER_HEAD) & (position >= first_position) & (position < end)
-    head = kv_head * PER_HEAD + row % PER_HEAD
+    head = group * PER_HEAD + row % PER_HEAD
     batch_row = (tl.load(first_rows + chunk) + position - first_position).to(tl.int64)
-    element = tl.arange(0, KEY_PADDED)
     spots = batch_row * query_row_stride + head.to(tl.int64) * query_head_stride
-    queries = tl.load(
-        query + spots[:, None] + element[None, :],
-        mask=live[:, None] & (element < KEY_SIZE)[None, :],
-        other=0.0,
+    queries = load_queries(
+        query, spots, live, KEY_SIZE, KEY_PADDED, VALUE_SIZE, VALUE_PADDED, LATENT
     )
     head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
     head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
@@ -140,7 +144,7 @@ def _prefill(
             start = tl.maximum(number * size, low)
             stop = tl.minimum(number * size + size, high)
             part = attend(
-                nothing, queries, position, start, stop, end, memory, scoring, KEYS, False
+                nothing, queries, position, start, stop, end, memory, scoring, KEYS, LATENT, False
             )
             state = fold(state, part)
     else:
@@ -148,8 +152,12 @@ def _prefill(
         middle = low
         if WINDOW == 0:
             middle = lowest // KEYS * KEYS
-            state = attend(state, queries, position, low, middle, end, memory, scoring, KEYS, True)
-        state = attend(state, queries, position, middle, high, end, memory, scoring, KEYS, False)
+            state = attend(
+                state, queries, position, low, middle, end, memory, scoring, KEYS, LATENT, True
+            )
+        state = attend(
+            state, queries, position, middle, high, end, memory, scoring, KEYS, LATENT, False
+        )
     output = finish(state, sinks, head, live, SINKS)
     value_element = tl.arange(0, VALUE_PADDED)
     heads = tl.num_programs(1) * PER_HEAD

@@ -18,7 +18,7 @@ PART = 256
 """Positions that are attended to before results are merged: a multiple of every `keys` below."""
 
 _FEWEST_ROWS = 16
-_STAGE_BYTES = 32 * 1024
+_STAGE_BYTES = 36 * 1024
 # Of Triton's stages, the look-up in the block table takes half: 5 read the next keys and values
 # while these are computed on, 3 hold one tile of them at a time.
 _READ_AHEAD = 5
@@ -46,25 +46,73 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def memory_constants(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
-    """What kernels are compiled for of block-major memory, [.., block_size, D] and [.., Dv]."""
+def memory_constants(
+    keys: torch.Tensor, values: torch.Tensor, *, latent: bool = False
+) -> dict[str, int]:
+    """What kernels are compiled for of block-major memory, [.., block_size, D] and [.., Dv].
+
+    latent: values are the starts of keys, and what is padded is the rest of a key.
+    """
+    rest = keys.shape[-1] - (values.shape[-1] if latent else 0)
     return {
         "KEY_SIZE": keys.shape[-1],
-        "KEY_PADDED": padded(keys.shape[-1]),
+        "KEY_PADDED": padded(rest),
         "VALUE_SIZE": values.shape[-1],
         "VALUE_PADDED": padded(values.shape[-1]),
         "BLOCK_SIZE": keys.shape[-2],
     }
 
 
-def decode_shape(
+def latent_heads(
     per_head: int, key_size: int, value_size: int, item_bytes: int, shared_bytes: int
+) -> int:
+    """How many of the query heads over a latent make a tile. Every tile reads the latents anew, but
+    its outputs are as wide as they are."""
+    most = _latent_rows(key_size, value_size, item_bytes, shared_bytes)
+    return max(count for count in range(1, most + 1) if per_head % count == 0)
+
+
+def _latent_bytes(key_size: int, value_size: int, item_bytes: int) -> int:
+    """Of a query, or of a key that is a latent and more, as padded."""
+    return (padded(key_size - value_size) + padded(value_size)) * item_bytes
+
+
+def _latent_rows(key_size: int, value_size: int, item_bytes: int, shared_bytes: int) -> int:
+    """Most rows of a tile over latents, so that queries and two tiles of keys fit."""
+    row = _latent_bytes(key_size, value_size, item_bytes)
+    rows = 2 * _FEWEST_ROWS if item_bytes == 2 else _FEWEST_ROWS
+    while rows > _FEWEST_ROWS and (rows + 2 * _keys(row, most=64)) * row > shared_bytes:
+        rows //= 2
+    return rows
+
+
+def _latent_shape(rows: int, row: int, value_size: int, shared_bytes: int) -> TileShape:
+    """row: bytes of a key in registers."""
+    keys = _keys(row, most=64)
+    narrow = rows * padded(value_size) <= _FEWEST_ROWS * 512
+    # Two programs of narrow tiles should fit a multiprocessor.
+    ahead = narrow and 2 * (rows + 2 * keys) * row <= shared_bytes
+    return TileShape(rows, keys, 4 if narrow else 8, _READ_AHEAD if ahead else _READ_ONE)
+
+
+def decode_shape(
+    per_head: int,
+    key_size: int,
+    value_size: int,
+    item_bytes: int,
+    shared_bytes: int,
+    *,
+    latent: bool = False,
 ) -> TileShape:
     """One position's queries; 16 rows are the fewest that a matrix unit takes.
 
-    Two programs should fit a multiprocessor, each reading ahead while it computes.
+    Two programs should fit a multiprocessor, each reading ahead while it computes. latent: values
+    are the starts of keys.
     """
     rows = max(_FEWEST_ROWS, 1 << (per_head - 1).bit_length())
+    if latent:
+        row = _latent_bytes(key_size, value_size, item_bytes)
+        return _latent_shape(rows, row, value_size, shared_bytes)
     pair = (padded(key_size) + padded(value_size)) * item_bytes
     keys = _keys(pair, most=64)
     ahead = 2 * 2 * keys * pair <= shared_bytes
@@ -72,9 +120,19 @@ def decode_shape(
 
 
 def prefill_shape(
-    per_head: int, key_size: int, value_size: int, item_bytes: int, shared_bytes: int
+    per_head: int,
+    key_size: int,
+    value_size: int,
+    item_bytes: int,
+    shared_bytes: int,
+    *,
+    latent: bool = False,
 ) -> TileShape:
     """As many rows as registers allow, because keys and values are read once for all of them."""
+    if latent:
+        rows = _latent_rows(key_size, value_size, item_bytes, shared_bytes)
+        row = _latent_bytes(key_size, value_size, item_bytes)
+        return _latent_shape(rows, row, value_size, shared_bytes)
     widest = max(padded(key_size), padded(value_size))
     pair = (padded(key_size) + padded(value_size)) * item_bytes
     fewest = max(_FEWEST_ROWS, 1 << (per_head - 1).bit_length())

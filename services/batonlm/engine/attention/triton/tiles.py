@@ -72,9 +72,36 @@ def unseen(ROWS: tl.constexpr, VALUE_PADDED: tl.constexpr) -> tl.tuple:
 
 
 @jit
+def load_queries(
+    query: tl.tensor,
+    spots: tl.tensor,
+    live: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    LATENT: tl.constexpr,
+) -> tl.tuple:
+    """A tile's queries, as `attend` takes them. spots: where each begins, [ROWS]."""
+    element = tl.arange(0, KEY_PADDED)
+    rows = query + spots[:, None]
+    if LATENT:
+        rest: tl.constexpr = KEY_SIZE - VALUE_SIZE
+        latent_element = tl.arange(0, VALUE_PADDED)
+        mask = live[:, None] & (latent_element < VALUE_SIZE)[None, :]
+        latent = tl.load(rows + latent_element[None, :], mask=mask, other=0.0)
+        mask = live[:, None] & (element < rest)[None, :]
+        return latent, tl.load(rows + VALUE_SIZE + element[None, :], mask=mask, other=0.0)
+    else:
+        mask = live[:, None] & (element < KEY_SIZE)[None, :]
+        whole = tl.load(rows + element[None, :], mask=mask, other=0.0)
+        return whole, whole
+
+
+@jit
 def attend(
     state: tl.tuple,
-    query: tl.tensor,
+    queries: tl.tuple,
     position: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
@@ -82,19 +109,24 @@ def attend(
     memory: tl.tuple,
     scoring: tl.tuple,
     KEYS: tl.constexpr,
+    LATENT: tl.constexpr,
     ALL_SEEN: tl.constexpr,
 ) -> tl.tuple:
     """Goes on from a state over the positions low (a multiple of KEYS) to high: the new state.
 
-    query [ROWS, KEY_PADDED], position [ROWS]. Nothing at `end` or after is read. memory: the
-    sequence's block table, keys and values of the head, from block to block, and the constants of
-    `shapes.memory_constants` that are not padded. scoring: `LayerArguments.score_factor`, window
-    and soft cap, 0 for none. ALL_SEEN: every row sees every one of these positions.
+    queries: two of [ROWS, KEY_PADDED], which are the same; of latents (LATENT), whose values are
+    the starts of their keys and read once, what meets a value [ROWS, VALUE_PADDED] and what meets
+    the rest of a key [ROWS, KEY_PADDED]. position [ROWS]. Nothing at `end` or after is read.
+    memory: the sequence's block table, keys and values of the head, from block to block, and the
+    constants of `shapes.memory_constants` that are not padded. scoring:
+    `LayerArguments.score_factor`, window and soft cap, 0 for none. ALL_SEEN: every row sees every
+    one of these positions.
     """
     top, total, output = state
+    query, query_rest = queries
     table, keys, values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE = memory
     scale, WINDOW, SOFTCAP = scoring
-    KEY_PADDED: tl.constexpr = query.shape[1]
+    KEY_PADDED: tl.constexpr = query_rest.shape[1]
     VALUE_PADDED: tl.constexpr = output.shape[1]
     key_element = tl.arange(0, KEY_PADDED)
     value_element = tl.arange(0, VALUE_PADDED)
@@ -104,12 +136,26 @@ def attend(
         block = tl.load(table + spot // BLOCK_SIZE, mask=written, other=0).to(tl.int64)
         base = (block * block_stride)[:, None]
         offset = (spot % BLOCK_SIZE)[:, None]
-        key = tl.load(
-            keys + base + offset * KEY_SIZE + key_element[None, :],
-            mask=written[:, None] & (key_element < KEY_SIZE)[None, :],
-            other=0.0,
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if LATENT:
+            value = tl.load(
+                keys + base + offset * KEY_SIZE + value_element[None, :],
+                mask=written[:, None] & (value_element < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            rest = tl.load(
+                keys + base + offset * KEY_SIZE + VALUE_SIZE + key_element[None, :],
+                mask=written[:, None] & (key_element < KEY_SIZE - VALUE_SIZE)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(query, tl.trans(value), input_precision="ieee")
+            scores = tl.dot(query_rest, tl.trans(rest), scores, input_precision="ieee") * scale
+        else:
+            key = tl.load(
+                keys + base + offset * KEY_SIZE + key_element[None, :],
+                mask=written[:, None] & (key_element < KEY_SIZE)[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP > 0:
             # tanh(x) is 1 - 2 / (1 + exp(2 x)), which has the right limits on both sides.
             scores = (1.0 - 2.0 / (1.0 + tl.exp2(scores))) * (SOFTCAP * LOG2_E)
@@ -123,11 +169,12 @@ def attend(
         finite = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(scores - finite[:, None])
         fade = tl.exp2(top - finite)
-        value = tl.load(
-            values + base + offset * VALUE_SIZE + value_element[None, :],
-            mask=written[:, None] & (value_element < VALUE_SIZE)[None, :],
-            other=0.0,
-        )
+        if not LATENT:
+            value = tl.load(
+                values + base + offset * VALUE_SIZE + value_element[None, :],
+                mask=written[:, None] & (value_element < VALUE_SIZE)[None, :],
+                other=0.0,
+            )
         total = tl.fma(total, fade, tl.sum(weight, 1))
         output = output * fade[:, None]
         output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
