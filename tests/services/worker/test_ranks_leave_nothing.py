@@ -51,6 +51,13 @@ async def test_ranks_end_with_their_worker(ranked: Ranked, number: signal.Signal
     await until(lambda: not ranked.alive())
 
 
+async def test_a_rank_that_is_stopped_ends_with_its_worker(ranked: Ranked) -> None:
+    ranked.ranks[1].suspend()
+    ranked.worker.process.kill()
+    await ranked.worker.exit_code()
+    await until(lambda: not ranked.alive())
+
+
 @pytest.mark.parametrize("rank", range(4))
 async def test_a_worker_ends_with_any_of_its_ranks(ranked: Ranked, rank: int) -> None:
     """Though it is idle, and nothing waits for the rank."""

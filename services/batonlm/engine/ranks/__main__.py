@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -13,6 +14,9 @@ import msgspec
 from batonlm.engine.config import configure_threads
 from batonlm.engine.ranks.link import Link, watch
 from batonlm.engine.ranks.processes import RankArguments
+
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl: the signal that comes when the thread ends that started this process."""
 
 
 def main() -> int:
@@ -27,8 +31,10 @@ def main() -> int:
     )
     steps = Link(socket.socket(fileno=arguments.steps_fd))
     copies = Link(socket.socket(fileno=arguments.copies_fd))
-    # Whatever this rank waits for, without its worker it is of no use.
+    # Whatever this rank waits for, without its worker it is of no use. The thread that started it
+    # lives as long as the worker; the kernel kills a rank that is stopped, too, and could not end.
     watch([Link(socket.socket(fileno=arguments.watch_fd))], lambda: os._exit(1))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     group = arguments.group
     configure_threads(group.threads if group.spin else 0)
     if not group.spin:
