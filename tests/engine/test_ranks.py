@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -267,6 +268,20 @@ def test_what_does_not_split_is_refused(
     with pytest.raises(InvalidArgument, match=told) as refused:
         RankedRunner.open(LocalRanks(size), EngineConfig(str(saved(arch)), threads=1))
     assert refused.value.field == "tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "field"),
+    [({}, 3, "tensor_parallel"), ({"max_model_len": 1 << 11, "num_blocks": 9}, 2, "max_model_len")],
+)
+def test_what_cannot_be_served_is_refused_before_weights_are_read(
+    settings: dict[str, Any], size: int, field: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """There are none here."""
+    shutil.copy(saved("llama") / "config.json", tmp_path)
+    with pytest.raises(InvalidArgument) as refused:
+        RankedRunner.open(LocalRanks(size), EngineConfig(str(tmp_path), threads=1, **settings))
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(

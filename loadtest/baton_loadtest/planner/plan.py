@@ -34,7 +34,15 @@ def add_parser(subparsers: Any) -> None:
     memory.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
     memory.add_argument(
         "--memory-gib", type=float, metavar="G",
-        help="free memory of the device (default: what is free here)",
+        help="free memory of the device, of ranks each of theirs (default: what is free here)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N",
+        help="ranks that share each layer (default %(default)s)",
+    )  # fmt: skip
+    memory.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N",
+        help="stages of consecutive layers, of as many ranks each (default %(default)s)",
     )  # fmt: skip
     memory.add_argument(
         "--role", choices=("prefill", "decode"), default="decode",
@@ -81,6 +89,10 @@ def run(args: argparse.Namespace) -> int:
 def _memory(args: argparse.Namespace) -> int:
     if args.memory_gib is not None and args.memory_gib <= 0:
         raise InvalidArgument("must be more than 0", field="memory_gib")
+    tensor, stages = args.tensor_parallel, args.pipeline_parallel
+    for field in ("tensor_parallel", "pipeline_parallel"):
+        if getattr(args, field) < 1:
+            raise InvalidArgument("must be at least 1", field=field)
     config = EngineConfig(
         model=args.model or str(resolve_model("")[0]),
         dtype=args.dtype,
@@ -93,29 +105,39 @@ def _memory(args: argparse.Namespace) -> int:
     if "torch" not in sys.modules:
         configure_threads()
     try:
-        from batonlm.engine.footprint import foresee, total_bytes, weights_bytes
+        from batonlm.engine.device import choose_device
+        from batonlm.engine.footprint import foresee, free_bytes, total_bytes, weights_bytes
         from batonlm.engine.loader import outline
+        from batonlm.engine.ranks.runner import Place
+        from batonlm.engine.ranks.shards import cutting
     except ImportError as error:
         raise InvalidArgument(f"planning needs the engine: {install('engine')}") from error
-    free = None if args.memory_gib is None else int(args.memory_gib * GIB)
-    model = outline(config)
-    on_gpu = model.device.type == "cuda"
-    found = sizes(
-        args.role,
-        (free or total_bytes(model.device)) if on_gpu else None,
-        weights_bytes(model.network, model.device, config.quantize),
-    )
+    device = choose_device(config.device)
+    on_gpu = device.type == "cuda"
+    free, total = int((args.memory_gib or 0) * GIB), None
+    if not free:
+        free, total = free_bytes(device), total_bytes(device)
+    ranks = tensor * stages
+    # All ranks of a stage take the same.
+    places = [Place(stage * tensor, tensor, stages) for stage in range(stages)]
+    cuts = [cutting(place) if ranks > 1 else None for place in places]
+    weights = [weights_bytes(outline(config, cut).network, device, config.quantize) for cut in cuts]
+    found = sizes(args.role, (total or free) if on_gpu else None, max(weights))
     sequences = found.max_running if args.sequences is None else args.sequences
     tokens = found.step_tokens if args.step_tokens is None else args.step_tokens
     share = found.memory_share if args.memory_share is None else args.memory_share
     config = replace(
         config, memory_share=share, max_batch=sequences, max_step_tokens=tokens + sequences
     )
-    outlook = foresee(config, free)
+    each = free if on_gpu else free // ranks
+    outlooks = [foresee(config, each, total=total, cut=cut) for cut in cuts]
+    # All ranks have as many blocks as the one with the least room.
+    outlook = min(outlooks, key=lambda one: (one.memory.num_blocks, -one.memory.weights_bytes))
     memory = outlook.memory
     everything = memory.needed_bytes(config.max_batch)
     lines = [
         *_model_lines(outlook),
+        *_rank_lines(tensor, stages, tensor * sum(weights)),
         *memory.lines(),
         ("a sequence", f"of {memory.max_model_len} takes {size(memory.sequence_bytes)}"),
         (
@@ -128,8 +150,24 @@ def _memory(args: argparse.Namespace) -> int:
         print(f"{name:<12} {text}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(_document(outlook, everything), indent=2) + "\n")
+        document = _document(outlook, everything)
+        document |= {"tensor_parallel": tensor, "pipeline_parallel": stages}
+        args.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
+
+
+def _rank_lines(tensor: int, stages: int, weights: int) -> list[tuple[str, str]]:
+    """weights: bytes of all ranks together."""
+    if tensor * stages == 1:
+        return []
+    shape = f"{tensor} of a stage x {stages} stages"
+    return [
+        (
+            "ranks",
+            f"{tensor * stages} ({shape}), with {size(weights)} of weights together; what follows "
+            "is of the one with the least room",
+        )
+    ]
 
 
 def _model_lines(outlook: ForeseenModel) -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.linear import are_known_experts, worth_fp8, worth_quantizing
-from batonlm.engine.loader import AttentionShape, LoadedModel, outline, probe_attention
+from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
 from batonlm.engine.memory import (
     MemoryPlan,
     host_free_bytes,
@@ -125,10 +125,10 @@ def largest_step(config: EngineConfig, max_model_len: int) -> StepPlan:
 
 def _widest(network: nn.Module, text: object) -> int:
     """Most elements per token that one product of a layer makes."""
-    head = network.get_output_embeddings()  # type: ignore[operator]
+    head = set(network.get_output_embeddings().modules())  # type: ignore[operator]
     widths = [0]
     for module in network.modules():
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear) and module not in head:
             widths.append(module.out_features)
         elif isinstance(module, Conv1D):
             widths.append(int(module.nf))
@@ -149,14 +149,21 @@ class ForeseenModel:
     memory: MemoryPlan
 
 
-def foresee(config: EngineConfig, free: int | None = None) -> ForeseenModel:
-    """Plans a worker's memory from the model's config.json. free: bytes, None reads them here.
+def foresee(
+    config: EngineConfig,
+    free: int | None = None,
+    *,
+    total: int | None = None,
+    cut: Cutting | None = None,
+) -> ForeseenModel:
+    """Plans a worker's memory, or a rank's, from the model's config.json.
 
-    Raises what loading would raise: UnsupportedModel, and InvalidArgument when it does not fit.
+    free: bytes; None reads them, and total, here. total: see `size_pool`. cut: of a rank, see
+    `shards.cutting`. Raises what loading would raise: UnsupportedModel, and InvalidArgument when it
+    does not fit or does not split.
     """
-    model = outline(config)
+    model = outline(config, cut)
     shape = probe_attention(model, config.kv_wire_dtype)
-    total = None
     if free is None:
         free, total = free_bytes(model.device), total_bytes(model.device)
     return ForeseenModel(model, shape, size_pool(config, model, shape, free=free, total=total))

@@ -7,6 +7,7 @@ only running a model shows is checked by `selfcheck`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -214,10 +215,15 @@ def load(
     )
 
 
-def outline(config: EngineConfig) -> LoadedModel:
+Cutting = Callable[[nn.Module, Any], None]
+"""Leaves a part of a network without memory, given the whole one's settings."""
+
+
+def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     """The wired model without weights: shapes on torch's meta device, and an empty digest.
 
-    Needs config.json alone, also of a hub id. Raises UnsupportedModel like `load`.
+    Needs config.json alone, also of a hub id. cut: what makes it a rank's part. Raises
+    UnsupportedModel like `load`, and what `cut` raises.
     """
     settings = _settings(_folder(config.model, ["config.json"]))
     check_class(_model_class(settings), settings)
@@ -228,8 +234,12 @@ def outline(config: EngineConfig) -> LoadedModel:
         check_fp8(device, _dtype(config.dtype, device, settings))
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            settings, dtype=_dtype(config.dtype, device, settings), attn_implementation="eager"
+            copy.deepcopy(settings),
+            dtype=_dtype(config.dtype, device, settings),
+            attn_implementation="eager",
         )
+        if cut is not None:
+            cut(network, settings)
     wire(network)
     if network._can_set_experts_implementation():
         # The only form whose shapes do not depend on which experts the tokens choose.

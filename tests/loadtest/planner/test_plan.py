@@ -16,7 +16,7 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import MIB, EngineConfig
 from batonlm.engine.footprint import foresee
 from batonlm.engine.gpus import Gpu
-from tests.loadtest.planner.model_configs import LLAMA_8B
+from tests.loadtest.planner.model_configs import LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 DEEPSEEK_V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -82,6 +82,50 @@ def test_deepseeks_latents_take_70_kb_a_token(
     assert (
         "68.6 KiB: 61 layers x (a latent of 512 + a rotated key of 64)" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib", "tensor", "stages", "least", "most"),
+    [
+        (LLAMA_70B, 80, 4, 1, 32.5, 33.5),
+        pytest.param(LLAMA_405B, 141, 8, 1, 94, 95.5, marks=pytest.mark.deep),
+        pytest.param(LLAMA_405B, 80, 8, 2, 47, 48.5, marks=pytest.mark.deep),
+    ],
+)
+def test_a_rank_is_planned_as_its_part_of_the_model(
+    settings: dict[str, Any],
+    gib: int,
+    tensor: int,
+    stages: int,
+    least: float,
+    most: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """GiB of a rank's weights lie between least and most."""
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    file = tmp_path / "plan.json"
+    told = ("--device", "cuda", "--memory-gib", str(gib), "--json", str(file), "--context", "8192")
+    ranks = ("--tensor-parallel", str(tensor), "--pipeline-parallel", str(stages))
+    assert main(["plan", "memory", "--model", str(tmp_path), *told, *ranks]) == 0
+    found = json.loads(file.read_text())
+    assert least < found["weights_bytes"] / 2**30 < most
+    layers = -(-settings["num_hidden_layers"] // stages)
+    assert found["block_bytes"] == 16 * layers * 2 * (8 // tensor) * 128 * 2
+    assert found["weights_bytes"] + found["kv_bytes"] < 0.9 * gib * 2**30
+    assert f"{tensor * stages} ({tensor} of a stage x {stages} stages)" in capsys.readouterr().out
+    if stages == 1:
+        return
+    assert main(["plan", "memory", "--model", str(tmp_path), *told, *ranks[:2]]) == 1
+    assert "the pool would hold 0 positions" in capsys.readouterr().err
+
+
+def test_a_degree_that_does_not_split_is_refused(
+    large: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = ("--memory-gib", "80", "--tensor-parallel", "3")
+    assert main(["plan", "memory", "--model", str(large), *told]) == 1
+    assert "num_attention_heads 32 is no multiple of 3 (tensor_parallel)" in capsys.readouterr().err
 
 
 def test_quantizing_takes_less(large: Path) -> None:

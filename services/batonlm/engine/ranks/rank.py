@@ -21,7 +21,7 @@ from batonlm.core.scheduler.plan import PENDING, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.exact import MOST
-from batonlm.engine.footprint import free_bytes
+from batonlm.engine.footprint import foresee, free_bytes, total_bytes
 from batonlm.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values
 from batonlm.engine.loader import load
 from batonlm.engine.ranks.group import LOOPBACK, Group, Store, part_of
@@ -46,7 +46,7 @@ from batonlm.engine.ranks.runner import (
     sampler,
     to_request,
 )
-from batonlm.engine.ranks.shards import kv_heads_of, shard_builder
+from batonlm.engine.ranks.shards import cutting, kv_heads_of, shard_builder
 from batonlm.engine.ranks.shared import MemoryFile
 from batonlm.engine.runner import Alone, TorchRunner
 from batonlm.engine.sampler import LastTokens
@@ -162,6 +162,8 @@ class Rank:
         # Read before any of them takes some, and the same for all: so are their pools.
         sharing = self._neighbours if device.type == "cpu" else 1
         free = world.least(free_bytes(device) // sharing)
+        # What does not split or fit is refused before gigabytes are read.
+        foresee(config, free, total=total_bytes(device), cut=cutting(place))
         loaded = load(
             config, _seldom(tell), build=shard_builder(place, stage, world, device), device=device
         )

@@ -32,7 +32,14 @@ from torch import nn
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.linear import are_known_experts
-from batonlm.engine.loader import Bar, Build, UnsupportedModel, check_files, compute_buffers
+from batonlm.engine.loader import (
+    Bar,
+    Build,
+    Cutting,
+    UnsupportedModel,
+    check_files,
+    compute_buffers,
+)
 from batonlm.engine.ranks.group import Group
 from batonlm.engine.ranks.runner import FIELD, STAGES, Place, layers_of
 
@@ -266,6 +273,43 @@ def shard_builder(place: Place, group: Group, world: Group, device: torch.device
         return eval_mode
 
     return build
+
+
+class Nobody(Group):
+    """The group of a rank that is computed by shapes alone, on torch's meta device."""
+
+    def __init__(self, size: int):
+        self.rank, self.size = 0, size
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part] * self.size, -1)
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        pass
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        pass
+
+
+def cutting(place: Place) -> Cutting:
+    """What makes of a network without memory that of a rank, which then runs on the meta device.
+
+    Raises InvalidArgument, naming tensor_parallel or pipeline_parallel, for what does not split.
+    """
+
+    def cut(network: nn.Module, settings: Any) -> None:
+        plan = check_split(settings, place)
+        group, world = Nobody(place.tensor), Nobody(place.size)
+        sharding = _Sharding(network, plan, place, group, world)
+        sharding.keep_own_layers()
+        sharding.shrink()
+        sharding.tie()
+        sharding.connect()
+
+    return cut
 
 
 class _Sharding:
