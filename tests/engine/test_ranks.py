@@ -108,6 +108,32 @@ def test_tokens_equal_transformers_and_kv_moves_between_degrees(
         assert generate(taker, prompts, there, NEW, start=40) == wanted
 
 
+@pytest.mark.parametrize(
+    "arch, tensor, stages",
+    [("llama", 2, 2), deep("gpt_oss", 2, 1), deep("qwen3_moe", 4, 1), deep("qwen2", 2, 1)],
+)
+def test_ranks_use_the_fused_decoder(
+    arch: str,
+    tensor: int,
+    stages: int,
+    saved: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And it gives the tokens of transformers' own."""
+    prompts = random_prompts(LENGTHS, VOCAB)
+    with caplog.at_level("INFO", "batonlm.engine.runner"):
+        for name in ("auto", "transformers"):
+            config = EngineConfig(str(saved(arch)), num_blocks=64, threads=1, decoder=name)
+            runner = RankedRunner.open(LocalRanks(tensor, stages), config)
+            try:
+                tokens = generate(runner, prompts, together(len(prompts), BLOCKS), NEW)
+            finally:
+                runner.close()
+            assert tokens == expected(arch, prompts, NEW), name
+    said = [message for message in caplog.messages if "decoder" in message]
+    assert said == ["decoder: fused"] * (tensor * stages)
+
+
 def test_packed_kv_is_one_ranks_but_for_rounding(
     saved: Callable[[str], Path], ranked: Open
 ) -> None:

@@ -57,9 +57,10 @@ normalise by root mean square ahead of both."""
 
 _ATTENTION = re.compile(
     r"(input_layernorm|post_attention_layernorm|self_attn\.[qk]_norm)\.weight"
-    r"|self_attn\.(q|k|v|o|qkv)_proj\.(weight|bias)|self_attn\.sinks"
+    r"|self_attn\.(q|k|v|o|qkv)_proj\.(linear\.)?(weight|bias)|self_attn\.sinks"
 )
-_DENSE = re.compile(r"mlp\.(gate|up|gate_up|down)_proj\.(weight|bias)")
+"""A product that ranks sum is a layer `linear` inside of theirs."""
+_DENSE = re.compile(r"mlp\.(gate|up|gate_up|down)_proj\.(linear\.)?(weight|bias)")
 _EXPERTS = re.compile(
     r"mlp\.(gate|router)\.(weight|bias)"
     # A rank's experts are in a module that sums them.
