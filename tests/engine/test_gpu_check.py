@@ -265,7 +265,7 @@ print(*sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}))
         text=True,
         check=True,
     )
-    ours = {"baton", "baton_loadtest", "gpucheck", "tests"}
+    ours = {"batonlm", "baton_loadtest", "gpucheck", "tests"}
     found = {name for name in done.stdout.split() if not name.startswith("_")}
     assert found - ours - ON_THE_MACHINE - set(sys.stdlib_module_names) == set()
 
