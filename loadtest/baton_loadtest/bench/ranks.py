@@ -1,8 +1,10 @@
-"""`baton bench ranks`: a model on several ranks of this machine, and the cost of their machinery.
+"""`baton bench ranks`: a model on several ranks, and the cost of their machinery.
 
 The machinery is what a step takes beside computing: plans are encoded, sent, decoded and checked,
 results come back. It is measured with steps that compute nothing, and with decode steps of a model
 in one rank against the same runner without ranks. All contenders are open at once and take turns.
+Of ranks on two machines the second one is this machine, too: what is measured of them is TCP on
+loopback in place of pairs of sockets, without a network's own time.
 On a machine with fewer cores than ranks, more ranks are slower: what is shown there is that they
 work and what they cost, not what they gain.
 """
@@ -11,6 +13,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
+import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from itertools import count
@@ -25,13 +31,17 @@ from baton_loadtest.launch import call
 from baton_loadtest.report import Report, Result, at_most
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks.machines import RankMachines
 from batonlm.engine.ranks.processes import RankProcesses
 from batonlm.engine.ranks.runner import RankedRunner
+from batonlm.engine.ranks.tcp import key_of
 
 PLOTS = False
 OPTIONS = (
     *engine(threads=2, shape="8m"),
-    option("--degrees", ("1x1", "2x1", "4x1", "2x2"), "ranks of a stage x stages"),
+    option(
+        "--degrees", ("1x1", "2x1", "4x1", "2x2", "2x2@2"), "ranks of a stage x stages @ machines"
+    ),
     option("--batches", (1, 16, 64)),
     option("--context", 128, "positions"),
     option("--rounds", 20, "in which the contenders take turns"),
@@ -41,6 +51,7 @@ MACHINERY_MS = 1.0
 EMPTY_STEPS = 50
 """Of each contender in a round."""
 ALONE = "no ranks"
+HOST = "127.0.0.1"
 
 
 def measure(args: argparse.Namespace) -> Report:
@@ -62,6 +73,10 @@ def results(found: dict[str, Any], batches: tuple[int, ...]) -> list[Result]:
         at_most(f"a step without work, {degree}", 1000 * seconds, "ms", MACHINERY_MS)
         for degree, seconds in found["empty"].items()
     ]
+    for degree, seconds in found["empty"].items():
+        if (near := degree.partition("@")[0]) != degree and near in found["empty"]:
+            added = 1000 * (seconds - found["empty"][near])
+            rows.append(at_most(f"added by TCP to a step, {degree}", added, "ms", MACHINERY_MS))
     for batch in batches:
         steps = found["decode"][str(batch)]
         alone = steps[ALONE]
@@ -85,12 +100,12 @@ def run_ranks(job: dict[str, Any]) -> dict[str, Any]:
     with ExitStack() as ends:
         timers: dict[str, StepTimer] = {}
         for degree in (ALONE, *job["degrees"]):
-            runner: ModelRunner = (
-                engines.open_runner(job["model"], 1, positions)
-                if degree == ALONE
-                else open_ranks(job["model"], degree, positions)
-            )
-            ends.callback(runner.close)
+            runner: ModelRunner
+            if degree == ALONE:
+                runner = engines.open_runner(job["model"], 1, positions)
+                ends.callback(runner.close)
+            else:
+                runner = open_ranks(job["model"], degree, positions, ends)
             timers[degree] = StepTimer(runner)
             progress(f"{degree} is open")
         empty: dict[str, list[float]] = {degree: [] for degree in job["degrees"]}
@@ -113,9 +128,10 @@ def run_ranks(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def open_ranks(model: str, degree: str, positions: int) -> RankedRunner:
-    """degree: "ranks of a stage x stages". Each rank has one thread."""
-    tensor, stages = map(int, degree.split("x"))
+def open_ranks(model: str, degree: str, positions: int, ends: ExitStack) -> RankedRunner:
+    """degree: "ranks of a stage x stages @ machines". Each rank has one thread. ends: closes it."""
+    shape, _, machines = degree.partition("@")
+    tensor, stages = map(int, shape.split("x"))
     config = EngineConfig(
         model=model,
         device="cpu",
@@ -125,7 +141,31 @@ def open_ranks(model: str, degree: str, positions: int) -> RankedRunner:
     )
     # What torch has set for this process is not the ranks' business.
     os.environ.pop("OMP_NUM_THREADS", None)
-    return RankedRunner.open(RankProcesses(tensor, 1, stages=stages), config)
+    ranks = (
+        _on_machines(tensor, stages, int(machines), ends)
+        if machines
+        else RankProcesses(tensor, 1, stages=stages)
+    )
+    runner = RankedRunner.open(ranks, config)
+    ends.callback(runner.close)
+    return runner
+
+
+def _on_machines(tensor: int, stages: int, machines: int, ends: ExitStack) -> RankMachines:
+    with socket.create_server((HOST, 0)) as held:
+        address: tuple[str, int] = held.getsockname()
+    token = secrets.token_hex(16)
+    for number in range(1, machines):
+        joins = ("--leader", f"{HOST}:{address[1]}", "--machine", str(number), "--device", "cpu")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "batonlm.worker.machine", *joins, "--log-level", "error"],
+            env=os.environ | {"BATON_RANKS_TOKEN": token},
+        )
+        # It ends with the runner, which is closed first.
+        ends.callback(process.wait, DEADLINE_S)
+    return RankMachines(
+        tensor, 1, stages=stages, machines=machines, listen=address, key=key_of(token, "")
+    )
 
 
 def _empty_steps(runner: ModelRunner) -> list[float]:

@@ -143,10 +143,12 @@ def test_ranks(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     file = tmp_path / "figures.json"
     few = ["--shape", "tiny", "--rounds", "1", "--batches", "1", "--json", str(file)]
-    assert main(["bench", "ranks", *few, "--degrees", "1x1,2x2"]) == 0
+    assert main(["bench", "ranks", *few, "--degrees", "1x1,2x2,2x2@2"]) == 0
     found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
     assert found["a step without work, 2x2"]["goal"] == 1
     against = found["decode step, batch 1, 2x2"]["against"]
     assert against == found["decode step, batch 1, no ranks"]["value"]
+    local, far = (found[f"a step without work, {d}"]["value"] for d in ("2x2", "2x2@2"))
+    assert found["added by TCP to a step, 2x2@2"]["value"] == pytest.approx(far - local)
     added = found["added by one rank, batch 1"]["value"]
     assert added == pytest.approx(found["decode step, batch 1, 1x1"]["value"] - against)
