@@ -170,6 +170,11 @@ def penalize(
     logits[tokens] = repeated - spent
 
 
+# What overflows becomes an infinite distance, which weighs nothing, as in the kernel.
+_overflowing = np.errstate(over="ignore")
+
+
+@_overflowing
 def draw_row(logits: Floats, inputs: RowInputs, row: int, counts: npt.NDArray[np.int32]) -> int:
     """The token of a row, or the number of its failure.
 
@@ -198,6 +203,7 @@ def draw_row(logits: Floats, inputs: RowInputs, row: int, counts: npt.NDArray[np
     return place if ids is None else int(ids[place])
 
 
+@_overflowing
 def sum_row(logits: Floats) -> tuple[float, int]:
     """A row's best logit, and the sum of its tokens' weights at temperature 1; not a number, and 1,
     where the row holds what is not a number or is infinite."""
