@@ -352,9 +352,8 @@ class IncomingTransfer:
                 # Reads end in any order. Unpacking must not: the places that follow a KV chunk in
                 # its last tile are cleared.
                 await asyncio.wait([before])
-                if before.cancelled() or before.exception():
-                    # The hand-over is about to end, and nothing follows a gap.
-                    return
+                # Raises what ended it: nothing follows a gap.
+                before.result()
             payload = buffer.view[HEADER_BYTES:size]
             with stats.timed("unpack"):
                 await to_end(self._unpack(header.first_position, header.num_positions, payload))

@@ -356,9 +356,8 @@ class OutgoingTransfer:
         await self._faults.at("sender.sealed", buffer.view[:size])
         if before is not None:
             await asyncio.wait([before])
-            if before.cancelled() or before.exception():
-                # The hand-over is about to end.
-                return
+            # Raises what ended it: nothing follows a gap.
+            before.result()
         stats.kv_chunks += 1
         stats.payload_bytes += header.payload_bytes
         offer.side.sent(header.index)
