@@ -35,6 +35,7 @@ DEFAULT = ("bundled", "nixl")
 DEEP = [
     ("gemma3", "loopback, chunks of 37"),
     ("qwen3_moe", "local prefill"),
+    ("deepseek_v3", "nixl, chunks of 37"),
 ]
 # What an architecture can get wrong on its way through the processes is its KV's shape and which
 # positions are read, so each meets the odd chunks over NIXL and one other way.

@@ -202,11 +202,10 @@ def test_neighbours_and_chunks_change_nothing(
     assert asked(loop)["most chunks"] == size
 
 
-@pytest.fixture(scope="module")
-def said_apart(runner_of: LoadRunner) -> Heard:
+def said_apart(runner: ModelRunner) -> Heard:
     """What choices say that nobody else is asked for."""
     apart = [replace(one, choices=(choice,)) for one in forked() for choice in one.choices]
-    return alone(runner_of(), apart)
+    return alone(runner, apart)
 
 
 def forked() -> list[Attempt]:
@@ -218,16 +217,23 @@ def forked() -> list[Attempt]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("num_blocks", "way"), [(PLENTY, "recompute"), (20, "swap_host")])
+@pytest.mark.parametrize(
+    ("arch", "num_blocks", "way"),
+    [
+        ("llama", PLENTY, "recompute"),
+        ("llama", 20, "swap_host"),
+        ("deepseek_v3", 20, "swap_host"),
+    ],
+)
 def test_choices_say_what_each_would_say_alone(
-    num_blocks: int, way: str, runner_of: LoadRunner, said_apart: Heard
+    arch: str, num_blocks: int, way: str, runner_of: LoadRunner
 ) -> None:
-    loop = decode_loop(runner_of(way=way), num_blocks)
-    heard = run(loop, forked())
+    loop = decode_loop(runner_of(arch, way=way), num_blocks)
+    apart, heard = said_apart(runner_of(arch)), run(loop, forked())
     assert asked(loop)["copies"] > 0
     assert (loop.scheduler.preemptions.get(way, 0) > 0) == (num_blocks == 20)
-    assert heard.tokens == said_apart.tokens
-    assert heard.logprobs == said_apart.logprobs
+    assert heard.tokens == apart.tokens
+    assert heard.logprobs == apart.logprobs
     assert len({tuple(text) for text in heard.tokens.values()}) == 8
 
 

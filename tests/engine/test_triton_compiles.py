@@ -63,10 +63,10 @@ def check(capability: int, model: tuple[Any, ...], cache: Path) -> None:
     # Where bits must be equal, so must the instructions be.
     assert report["exact prefill"]["instructions"] == report["decode"]["instructions"]
     if model[0] != "fp32":
-        wide = "wgmma" if capability == 90 else "mma.sync"
+        # Tiles over latents have too few rows for a Hopper's wide products.
+        wide = "wgmma" if capability == 90 and not model[-1] else "mma.sync"
         assert report["prefill"]["instructions"] == [wide]
-        if not model[-1]:
-            assert report["decode"]["instructions"] == ["mma.sync"]
+        assert report["decode"]["instructions"] == ["mma.sync"]
 
 
 @pytest.mark.deep
