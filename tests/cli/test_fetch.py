@@ -243,13 +243,56 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
         assert (code, said) == (0, str(cache / "baton--made@v1.tokenizer")), told
 
 
+@pytest.mark.parametrize(
+    ("token", "model", "said"),
+    (
+        ("right", MODEL, "is gated: accept its terms on the hub, and give a token in HF_TOKEN"),
+        ("", "baton/none", "the hub has no baton/none, or it is private and needs a token"),
+        (None, MODEL, "is no folder, and the hub cannot be reached"),
+    ),
+    ids=("gated", "private or absent", "not reached"),
+)
+def test_up_names_what_the_hub_refuses(
+    token: str | None, model: str, said: str, tmp_path: Path
+) -> None:
+    hub = Hub(FILES)
+    hub.token = token or ""
+    with hub.serving():
+        url = hub.url
+        if token is not None:
+            told = refused_up(url, model, tmp_path)
+    if token is None:
+        told = refused_up(url, model, tmp_path)
+    assert said in told and told.startswith("baton up: ") and told.count("\n") == 1
+
+
+def refused_up(url: str, model: str, folder: Path) -> str:
+    """Returns what `baton up` says of a model that it cannot have."""
+    ports = ("--http-port", "0", "--grpc-port", "0", "--transport", "loopback")
+    done = subprocess.run(
+        [sys.executable, "-m", "batonlm.cli.main", "up", "--model", model, *ports],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(folder / "home"),
+            "XDG_STATE_HOME": str(folder),
+        },
+    )
+    assert done.returncode == 1
+    return done.stderr
+
+
 @pytest.mark.deep
 def test_a_hub_that_refuses_or_lies(tmp_path: Path) -> None:
     hub, cache = Hub(FILES), tmp_path / "cache"
     with hub.serving():
         hub.token = "right"
         code, _, told = command(hub, cache)
-        assert code == 1 and "HF_TOKEN" in told and "Traceback" not in told
+        assert code == 1 and "is gated: accept its terms" in told and "HF_TOKEN" in told
+        assert "Traceback" not in told
         hub.damaged = True
         code, _, told = command(hub, cache, HF_TOKEN="right")
         assert code == 1 and "came damaged" in told

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from batonlm.cli.layout import UpOptions, memory_flags, plan, resolve_model
-from batonlm.core.errors import InvalidArgument
+from batonlm.cli.layout import UpOptions, check_machine, memory_flags, plan, resolve_model
+from batonlm.core.errors import InvalidArgument, install
 
 
 def flags(command: tuple[str, ...]) -> dict[str, str]:
@@ -133,3 +137,82 @@ def test_a_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
     bundled, name = resolve_model("")
     assert (bundled / "model.safetensors").exists()
     assert name == "baton-tiny"
+
+
+def router_of(options: UpOptions) -> dict[str, str]:
+    return flags(next(s for s in plan(options).processes if s.role == "router").command)
+
+
+def test_routers_alone_listen_beyond_this_machine() -> None:
+    layout = plan(UpOptions(host="0.0.0.0", keys="keys.json", http_port=8123, grpc_port=8124))
+    for spec in layout.processes:
+        listens = [v for k, v in flags(spec.command).items() if k.endswith("listen")]
+        host = "0.0.0.0" if spec.role == "router" else "127.0.0.1"
+        assert all(address.startswith(f"{host}:") for address in listens)
+    # This machine's own commands connect there.
+    assert (layout.http, layout.grpc) == ("http://127.0.0.1:8123", "127.0.0.1:8124")
+    with pytest.raises(InvalidArgument, match="show keys") as caught:
+        plan(UpOptions(host="0.0.0.0"))
+    assert caught.value.field == "host"
+    assert plan(UpOptions(host="0.0.0.0", allow_anonymous=True))
+
+
+def test_names_length_and_origins_reach_the_processes() -> None:
+    options = UpOptions(
+        served_model_name=("tiny", "gpt-4o"),
+        max_model_len=512,
+        cors_origin=("http://a", "http://b"),
+    )
+    router = router_of(options)
+    assert (router["--model"], router["--model-aliases"]) == ("tiny", "gpt-4o")
+    assert router["--cors-origins"] == "http://a,http://b"
+    for spec in plan(options).processes:
+        given = flags(spec.command)
+        if spec.role != "router":
+            assert given["--model-name"] == "tiny"
+        if spec.role in ("prefill", "decode"):
+            assert given["--max-model-len"] == "512"
+    plain = router_of(UpOptions())
+    assert not {"--model", "--model-aliases", "--cors-origins", "--allow-anonymous"} & plain.keys()
+
+
+def test_a_taken_port_is_named_before_a_process_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidArgument, match=f"127.0.0.1:{port} is already in use") as caught:
+            check_machine(UpOptions(http_port=port, grpc_port=0, transport="loopback"))
+        assert caught.value.field == "http_port"
+    with pytest.raises(InvalidArgument) as caught:
+        check_machine(UpOptions(http_port=0, grpc_port=70000, transport="loopback"))
+    assert caught.value.field == "grpc_port"
+
+
+@pytest.mark.parametrize(
+    ("present", "said"),
+    (
+        ((), "no config.json"),
+        (("config.json",), "no tokenizer.json"),
+        (("config.json", "tokenizer.json"), "no weights"),
+    ),
+)
+def test_what_a_model_folder_lacks_is_named(
+    present: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    for name in present:
+        (tmp_path / name).write_text("{}")
+    options = UpOptions(model=str(tmp_path), http_port=0, grpc_port=0, transport="loopback")
+    with pytest.raises(InvalidArgument, match=said) as caught:
+        check_machine(options)
+    assert caught.value.field == "model"
+
+
+def test_a_missing_package_is_answered_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "smg_grpc_proto"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    with pytest.raises(InvalidArgument, match=re.escape(install("vllm"))) as caught:
+        check_machine(UpOptions(runner="fake", transport="loopback", vllm_engine=True))
+    assert caught.value.field == "vllm_engine"

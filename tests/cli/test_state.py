@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from batonlm.cli import state
+from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +64,34 @@ def test_a_broken_file_counts_as_none(text: str) -> None:
     state.folder().mkdir(parents=True)
     state.state_file().write_text(text)
     assert state.read() is None
+
+
+def test_batons_of_different_names_run_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(state.NAME_VARIABLE, "")
+    assert main(["status"]) == 1
+    assert "nothing runs" in capsys.readouterr().err
+    me = state.process(os.getpid()) | {"grpc": "g", "processes": []}
+    with state.locked():
+        state.write(me | {"http": "http://one"})
+        monkeypatch.setenv(state.NAME_VARIABLE, "second")
+        assert state.read() is None
+        with state.locked():
+            state.write(me | {"http": "http://two"})
+            assert "'baton down --name second' stops it" in state.who_runs()
+            assert {n: s["http"] for n, s in state.everyone().items()} == {
+                "": "http://one",
+                "second": "http://two",
+            }
+            assert main(["status"]) == 0
+            shown = capsys.readouterr().out
+            assert "(no name): http://one" in shown and "second: http://two" in shown
+        monkeypatch.setenv(state.NAME_VARIABLE, "")
+    assert state.everyone() == {}
+
+
+def test_a_name_is_not_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(state.NAME_VARIABLE, "")
+    with pytest.raises(InvalidArgument):
+        state.choose("../up")

@@ -18,10 +18,13 @@ LOOK_S = 0.05
 
 
 def add_parser(subparsers: Any) -> None:
-    subparsers.add_parser("down")
+    parser = subparsers.add_parser("down")
+    parser.add_argument("--name", default="", help="of the Baton, where it has one")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.name:
+        state.choose(args.name)
     running = state.read() or {}
     supervisor = state.stop()
     if supervisor is None:

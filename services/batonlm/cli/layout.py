@@ -8,15 +8,17 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 from importlib.resources import files
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
-from batonlm.cli.models import OTHERS, WEIGHTS, may_be_hub_id
+from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
 from batonlm.cli.throwaway_ca import ThrowawayCa
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import MIB
 from batonlm.engine.memory import host_free_bytes, size
+from batonlm.rpc.address import check_listen, is_loopback, join
 from batonlm.worker.hardware import CPU_SHARE, GPU_SHARE, usable_gpus
 
 _FLOAT32_BYTES = 4
@@ -76,6 +78,16 @@ class UpOptions:
     """The user's options of `baton up`."""
 
     model: str = ""
+    served_model_name: tuple[str, ...] = ()
+    """The name that clients use, and others that stand for it; empty: the folder's or hub id."""
+    max_model_len: int = 0
+    """The workers' option."""
+    host: str = HOST
+    """Where routers listen; all other processes listen on this machine only."""
+    allow_anonymous: bool = False
+    """The routers' option."""
+    cors_origin: tuple[str, ...] = ()
+    """The routers' option cors_origins."""
     prefill: int = 1
     decode: int = 1
     tokenizer: int = 1
@@ -166,16 +178,7 @@ def resolve_model(model: str) -> tuple[Path, str]:
         return path.resolve(), path.resolve().name
     if not may_be_hub_id(model):
         raise InvalidArgument(f"there is no model folder {model!r}", field="model")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(model, allow_patterns=[*OTHERS, WEIGHTS])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError):
-        raise InvalidArgument(
-            f"{model!r} is neither a folder nor a model that can be had from the hub", field="model"
-        ) from None
-    return Path(folder), model
+    return hub_folder(model), model
 
 
 def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
@@ -189,9 +192,17 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
             raise InvalidArgument("must be at least 1", field=name)
     if options.prefill < 0:
         raise InvalidArgument("must not be negative (0 prefills on decode)", field="prefill")
-    if options.kv_memory_mib < 0:
-        raise InvalidArgument("must not be negative (0 shares out)", field="kv_memory_mib")
+    for field_ in ("kv_memory_mib", "threads", "max_model_len"):
+        if getattr(options, field_) < 0:
+            raise InvalidArgument("must not be negative (0: chosen by Baton)", field=field_)
+    if not (is_loopback(options.host) or options.keys or options.allow_anonymous):
+        raise InvalidArgument(
+            f"{options.host} is reached from other machines, so clients have to show keys: give "
+            "--keys FILE ('baton keys new' makes one), or --allow-anonymous to answer anybody",
+            field="host",
+        )
     model, name = resolve_model(options.model)
+    name, *aliases = options.served_model_name or (name,)
     engines = options.prefill + options.decode
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
     memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
@@ -222,6 +233,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *("--tensor-parallel", str(options.tensor_parallel)),
         *("--pipeline-parallel", str(options.pipeline_parallel)),
         *memory,
+        *(("--max-model-len", str(options.max_model_len)) if options.max_model_len else ()),
         *options.engine_flags,
     )
     for role, count, flags in (
@@ -250,28 +262,80 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(model)]
     if options.local_prefill_tokens >= 0:
         lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
+    if aliases:
+        lists += ["--model", name, "--model-aliases", ",".join(aliases)]
+    if options.cors_origin:
+        lists += ["--cors-origins", ",".join(options.cors_origin)]
+    if options.allow_anonymous:
+        lists += ["--allow-anonymous"]
     http_port = options.http_port or free_row(options.routers)
     grpc_port = options.grpc_port or free_row(options.routers)
     if options.routers > 1:
-        routers = (f"{HOST}:{grpc_port + index}" for index in range(options.routers))
+        routers = (join(options.host, grpc_port + index) for index in range(options.routers))
         lists += ["--routers", ",".join(routers)]
+    # This machine reaches a router that listens everywhere on its loopback address.
+    reached = HOST if options.host in ("0.0.0.0", "::", "") else options.host
     for index in range(options.routers):
-        http = f"{HOST}:{http_port + index}"
-        grpc = f"{HOST}:{grpc_port + index}"
+        http = join(options.host, http_port + index)
+        grpc = join(options.host, grpc_port + index)
         listen = ("--http-listen", http, "--grpc-listen", grpc)
         tls = ca.flags("router") if ca else ()
         command = _command(
             ("batonlm.router",), options.other_cpus, *listen, *lists, *tls, *options.router_flags
         )
-        processes.append(ProcessSpec("router", index, command, grpc, http))
+        reached_at = join(reached, http_port + index)
+        processes.append(ProcessSpec("router", index, command, grpc, reached_at))
     return Layout(
         tuple(processes),
-        f"{'https' if ca else 'http'}://{HOST}:{http_port}",
-        f"{HOST}:{grpc_port}",
+        f"{'https' if ca else 'http'}://{join(reached, http_port)}",
+        join(reached, grpc_port),
         threads,
         str(ca.ca) if ca else "",
         secrets.token_hex(32),
     )
+
+
+def check_machine(options: UpOptions) -> None:
+    """Checks what this machine must have before a process is started: packages, free ports, and the
+    model, which is fetched if necessary. Raises BatonError naming the option."""
+    _check_installed(options)
+    _check_ports(options)
+    _check_folder(resolve_model(options.model)[0])
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises InvalidArgument if a folder lacks a file that the processes read at their start."""
+    for file, what in (("config.json", "configuration"), ("tokenizer.json", "tokenizer")):
+        if not (folder / file).is_file():
+            raise InvalidArgument(f"{folder} has no {file}, the model's {what}", field="model")
+    if not any(folder.glob(WEIGHTS)):
+        raise InvalidArgument(f"{folder} has no weights ({WEIGHTS})", field="model")
+
+
+def _check_installed(options: UpOptions) -> None:
+    """Raises InvalidArgument, with what to install, for a package that a worker would miss."""
+    needed: dict[str, tuple[str, ...]] = {}
+    if options.runner == "torch":
+        needed["runner"] = ("torch", "transformers", "safetensors")
+    if options.transport == "nixl":
+        needed["transport"] = ("nixl",)
+    if options.vllm_engine:
+        needed["vllm_engine"] = ("smg_grpc_proto",)
+    for field_, packages in needed.items():
+        for package in packages:
+            if find_spec(package) is None:
+                extra = "vllm" if field_ == "vllm_engine" else "engine"
+                raise InvalidArgument(f"needs {package}: {install(extra)}", field=field_)
+
+
+def _check_ports(options: UpOptions) -> None:
+    """Raises InvalidArgument naming the option of a port where the routers cannot listen."""
+    for field_ in ("http_port", "grpc_port"):
+        first = getattr(options, field_)
+        if not 0 <= first <= 65535 - options.routers:
+            raise InvalidArgument("must be from 0 to 65535 with those above it", field=field_)
+        for port in range(first, first + options.routers) if first else ():
+            check_listen(join(options.host, port), field_)
 
 
 def _command(module: tuple[str, ...], cpus: str, *flags: str) -> tuple[str, ...]:

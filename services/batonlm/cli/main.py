@@ -23,6 +23,7 @@ from batonlm.core.errors import BatonError
 COMMANDS = {
     "up": ("batonlm.cli.up", "run all five stages on this machine"),
     "down": ("batonlm.cli.down", "stop what `baton up` started"),
+    "status": ("batonlm.cli.status", "list what `baton up` runs on this machine"),
     "top": ("batonlm.cli.top", "watch what a running Baton does"),
     "chat": ("batonlm.cli.chat", "ask a running Baton something"),
     "doctor": ("batonlm.cli.doctor", "check this machine and say what to do"),

@@ -5,6 +5,7 @@ A model appears in the shared folder complete or not at all. Interrupted copies 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -17,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
 from batonlm.engine.digest import MANIFEST, model_digest
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 WEIGHTS = "*.safetensors"
 OTHERS = ("*.json", "*.jinja")
@@ -151,7 +155,7 @@ class HubSource:
         except HFValidationError as error:
             raise InvalidArgument(f"{self._model!r} is no hub id", field="model") from error
         except HfHubHTTPError as error:
-            raise _refused(self._model, error.response.status_code) from error
+            raise _refused(self._model, error) from error
         except Exception as error:  # the exceptions differ between releases of the library
             raise Unavailable("the hub cannot be reached") from error
         self._commit = info.sha or ""
@@ -177,7 +181,7 @@ class HubSource:
         try:
             hf_hub_download(self._model, file.name, revision=self._commit, local_dir=into)
         except HfHubHTTPError as error:
-            raise _refused(self._model, error.response.status_code) from error
+            raise _refused(self._model, error) from error
         except Exception as error:  # as above
             raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
         path = into / file.name
@@ -207,12 +211,47 @@ def _wanted(name: str, weights: bool) -> bool:
     return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def _refused(model: str, status: int) -> InvalidArgument | Unavailable:
-    if status in (401, 403):
-        return InvalidArgument(f"{model} needs a token that may read it: HF_TOKEN", field="model")
-    if status == 404:
-        return InvalidArgument(f"the hub has no {model} of that revision", field="model")
-    return Unavailable(f"the hub answered {status}; try again")
+def hub_folder(model: str) -> Path:
+    """Returns the folder of a hub model in the hub library's own cache, after a download if it is
+    not complete there. Raises InvalidArgument or Unavailable with the reason."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=[*OTHERS, WEIGHTS]))
+    except HFValidationError:
+        raise InvalidArgument(f"{model!r} is no hub id", field="model") from None
+    except HfHubHTTPError as error:
+        raise _refused(model, error) from None
+    except LocalEntryNotFoundError:
+        raise Unavailable(
+            f"{model!r} is no folder, and the hub cannot be reached", field="model"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            text = (
+                f"the disk is full: {model} is not complete in the hub's cache (HF_HOME moves it)"
+            )
+        else:
+            text = f"{model} cannot be fetched from the hub: {error.strerror or 'it failed'}"
+        raise Unavailable(text, field="model") from None
+
+
+def _refused(model: str, error: HfHubHTTPError) -> InvalidArgument | Unavailable:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    status = error.response.status_code
+    if isinstance(error, GatedRepoError):
+        text = f"{model} is gated: accept its terms on the hub, and give a token in HF_TOKEN"
+    elif isinstance(error, RepositoryNotFoundError):
+        text = f"the hub has no {model}, or it is private and needs a token in HF_TOKEN"
+    elif status in (401, 403):
+        text = f"{model} needs a token that may read it: HF_TOKEN"
+    elif status == 404:
+        text = f"the hub has no {model} of that revision"
+    else:
+        return Unavailable(f"the hub answered {status}; try again")
+    return InvalidArgument(text, field="model")
 
 
 COPIES = 4

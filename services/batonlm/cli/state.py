@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from batonlm.core.errors import BatonError
+from batonlm.core.errors import BatonError, InvalidArgument
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -27,14 +28,58 @@ class AlreadyRuns(BatonError):
     """Another `baton up` of this user runs or is starting."""
 
 
+NAME_VARIABLE = "BATON_NAME"
+"""Names the Baton that all commands mean, where several run on one machine. Empty: the one without
+a name."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+_NAMED = "named"
+
+
+def choose(name: str) -> None:
+    """Makes this process, and those that it starts, mean the Baton of this name. Raises
+    InvalidArgument."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgument(
+            "must be 1 to 32 letters, digits, - and _, and begin with a letter or digit",
+            field="name",
+        )
+    os.environ[NAME_VARIABLE] = name
+
+
+def option() -> str:
+    """Returns the option that chooses this Baton on a command line; "" for the unnamed one."""
+    name = os.environ.get(NAME_VARIABLE, "")
+    return f" --name {name}" if name else ""
+
+
 def folder() -> Path:
-    """Returns the folder of the state and logs, by the XDG base directory rules."""
+    """Returns the folder of the state and logs, by the XDG base directory rules. Raises
+    InvalidArgument for a wrong name in the environment."""
+    name = os.environ.get(NAME_VARIABLE, "")
+    if not name:
+        return _base()
+    choose(name)
+    return _base() / _NAMED / name
+
+
+def _base() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "baton"
 
 
+def everyone() -> dict[str, dict[str, Any]]:
+    """Returns the states of all running Batons of this user, by name."""
+    files = {"": _base() / _STATE}
+    files |= {path.parent.name: path for path in sorted(_base().glob(f"{_NAMED}/*/{_STATE}"))}
+    found = {name: _of_a_running_process(file) for name, file in files.items()}
+    return {name: running for name, running in found.items() if running is not None}
+
+
+_STATE = "up.json"
+
+
 def state_file() -> Path:
-    return folder() / "up.json"
+    return folder() / _STATE
 
 
 def log_file() -> Path:
@@ -82,7 +127,7 @@ def who_runs() -> str:
         where, pid = "another 'baton up' is starting", owner["pid"]
     else:
         return ""
-    return f"{where} (process {pid}); 'baton down' stops it"
+    return f"{where} (process {pid}); 'baton down{option()}' stops it"
 
 
 def write(state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from rich.progress import Progress as Bars
 
 from batonlm.cli import state, throwaway_ca
 from batonlm.cli.access import KEY_VARIABLE, Access
-from batonlm.cli.layout import BUNDLED, Layout, UpOptions, plan
+from batonlm.cli.layout import Layout, UpOptions, check_machine, plan, resolve_model
 from batonlm.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import CHOICES
@@ -62,7 +62,7 @@ Chat in a browser at {http}/, or ask from here:
   print(client.chat.completions.create(model="{model}", messages=[
       {{"role": "user", "content": "Who are you?"}}]).choices[0].message.content)
 
-Stop it: {command} down      Logs: {state.log_file()}"""
+Stop it: {command} down{state.option()}      Logs: {state.log_file()}"""
 
 
 class Progress:
@@ -133,6 +133,14 @@ def add_parser(subparsers: Any) -> None:
     defaults = UpOptions()
     parser = subparsers.add_parser("up")
     parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    parser.add_argument(
+        "--served-model-name", nargs="+", default=(), metavar="NAME",
+        help="the model's name for clients, and others that stand for it (default: the folder's)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-model-len", type=int, default=0, metavar="TOKENS",
+        help="longest sequence (default: the model's, or what the memory for KV holds)",
+    )  # fmt: skip
     for name in _COUNTS:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(defaults, name), metavar="N",
@@ -143,6 +151,27 @@ def add_parser(subparsers: Any) -> None:
             f"--{name}-port", type=int, default=port, metavar="P",
             help="of the first router (default %(default)s; 0: a free one)",
         )  # fmt: skip
+    parser.add_argument(
+        "--host",
+        default=defaults.host,
+        help="where clients reach the routers, such as 0.0.0.0; takes --keys (default %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-anonymous", action="store_true", help="answer anybody who reaches --host"
+    )
+    parser.add_argument(
+        "--cors-origin", nargs="+", default=(), metavar="ORIGIN",
+        help="web pages of these origins may call HTTP, such as http://localhost:3000 (*: all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefer-split", dest="local_prefill_tokens", action="store_const", const=0, default=-1,
+        help="hand every prompt over from prefill to decode, short ones too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--name",
+        default="",
+        help="of this Baton, to run several on one machine; see `baton status`",
+    )
     parser.add_argument(
         "--transport", choices=("nixl", "loopback"), default=_best_transport(),
         help="how KV moves from prefill to decode (default %(default)s)",
@@ -209,10 +238,13 @@ def _best_transport() -> str:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.name:
+        state.choose(args.name)
     if running := state.who_runs():
         raise InvalidArgument(running)
     if args.demo and args.keys and not os.environ.get(KEY_VARIABLE):
         raise InvalidArgument(f"needs a key of --keys in ${KEY_VARIABLE}", field="demo")
+    check_machine(_options(args))
     if args.detach:
         return _detach(args)
     notices = _Notices()
@@ -227,7 +259,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _options(args: argparse.Namespace) -> UpOptions:
     names = UpOptions.__dataclass_fields__.keys() & vars(args).keys()
-    return UpOptions(**{name: getattr(args, name) for name in names})
+    values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    for name in ("served_model_name", "cors_origin"):
+        values[name] = tuple(values[name])
+    return UpOptions(**values)
 
 
 async def _supervise(args: argparse.Namespace, notices: _Notices) -> int:
@@ -437,6 +472,11 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
         supervisor.wait(KILL_S)
 
 
+def _model_name(args: argparse.Namespace) -> str:
+    name: str = [*args.served_model_name, resolve_model(args.model)[1]][0]
+    return name
+
+
 def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:
     if args.demo:
         from batonlm.cli.chat import ask
@@ -444,4 +484,4 @@ def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:
         ca = Path(description["ca"]).read_bytes() if "ca" in description else None
         print(f"\n> {DEMO_PROMPT}\n")
         ask(Access(description["grpc"], ca, os.environ.get(KEY_VARIABLE, "")), DEMO_PROMPT)
-    print(greeting(description, args.model or BUNDLED, keys=bool(args.keys)), file=sys.stderr)
+    print(greeting(description, _model_name(args), keys=bool(args.keys)), file=sys.stderr)

@@ -9,6 +9,8 @@ import os
 import sys
 from contextlib import suppress
 
+from starlette.types import ASGIApp
+
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.router.api.access import (
     Authenticator,
@@ -19,7 +21,7 @@ from batonlm.router.api.access import (
 from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.router.api.http.access import HttpAccess
-from batonlm.router.api.http.app import HttpApp, playground_routes
+from batonlm.router.api.http.app import HttpApp, playground_routes, with_cors
 from batonlm.router.api.http.connections import HttpLimits
 from batonlm.router.api.http.server import HttpServer, serve_http
 from batonlm.router.api.vllm import engine_service
@@ -107,7 +109,9 @@ async def serve(config: RouterConfig) -> int:
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        app = HttpApp(pipeline, REGISTRY, http_access, pages)
+        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, config.model_aliases)
+        if config.cors_origins:
+            app = with_cors(app, config.cors_origins)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
         try:
             grpc_address = await server.start()

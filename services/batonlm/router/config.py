@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,9 @@ from batonlm.rpc.tls import Certificates
 
 _PLACES = "host:port,… or dns:///name:port or k8s:///service[.namespace]:port"
 
+
+_ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+"""As browsers send it: no path, small letters."""
 
 SLOW_START_S = 10.0
 """Seconds in which a new worker's share of requests grows to a full one."""
@@ -70,6 +74,12 @@ class RouterConfig(ProcessOptions):
     detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
     routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
     model: str = option("", "name of the model served; empty: whatever the workers serve")
+    model_aliases: tuple[str, ...] = option((), "other names by which clients may name that model")
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "web pages of these origins (https://name[:port]) may call HTTP from a browser, with a key "
+        "if this router asks for one; *: pages of every origin; empty: its own pages only",
+    )
     tool_format: str = option(
         AUTO,
         "how the model writes calls of tools; auto: as its chat template tells, else hermes",
@@ -175,6 +185,14 @@ class RouterConfig(ProcessOptions):
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
         if self.keep_replays and not self.timings:
             raise InvalidArgument("needs timings", field="keep_replays")
+        if self.model_aliases and not self.model:
+            raise InvalidArgument("needs model", field="model_aliases")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidArgument(
+                    f"{origin[:80]!r} must be http[s]://name[:port] in small letters, or *",
+                    field="cors_origins",
+                )
         needs_all(self, ("public_tls_cert", "public_tls_key"))
         if self.public_tls_ca and not self.public_tls_cert:
             raise InvalidArgument("is required with public_tls_ca", field="public_tls_cert")

@@ -376,8 +376,10 @@ class Preparation:
     async def _model(self, context: RequestContext) -> ModelDescription:
         """Returns the model to use; waits while there is no worker."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
+        if name in config.model_aliases:
+            name = config.model
         if name and config.model and name != config.model:
-            raise model_not_found(name, [config.model])
+            raise model_not_found(name, [config.model, *config.model_aliases])
         loop = asyncio.get_running_loop()
         give_up = loop.time() + config.wait_timeout_s
         while True:

@@ -13,6 +13,7 @@ from importlib.resources import files
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
@@ -74,13 +75,16 @@ class HttpApp:
         registry: Collector,
         access: HttpAccess,
         pages: Sequence[BaseRoute] = (),
+        aliases: Sequence[str] = (),
     ):
+        """aliases: other names of the only model."""
         self._access = access
         self._bodies = bodies = Bodies(pipeline)
         self._pipeline = pipeline
         self._registry = registry
         self._registry_without_tenants = TenantBlind(registry)
         self._created = int(time.time())
+        self._aliases = aliases
         posts: dict[str, ASGIApp] = {
             "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
             "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
@@ -157,20 +161,26 @@ class HttpApp:
         return HttpError(404, f"there is no route {path}{hint}", code="not_found", headers=())
 
     async def _list_models(self, _: Request) -> Response:
-        data = [self._model(model) for model in self._pipeline.models()]
-        return json_response({"object": "list", "data": data})
+        return json_response({"object": "list", "data": list(self._models().values())})
 
     async def _show_model(self, request: Request) -> Response:
-        for model in self._pipeline.models():
-            if model.name == request.path_params["model"]:
-                return json_response(self._model(model))
-        raise model_not_found(
-            request.path_params["model"], {model.name for model in self._pipeline.models()}
-        )
+        models = self._models()
+        wanted = request.path_params["model"]
+        if wanted not in models:
+            raise model_not_found(wanted, models)
+        return json_response(models[wanted])
 
-    def _model(self, model: ModelDescription) -> Json:
+    def _models(self) -> dict[str, Json]:
+        """Returns the models by each of their names."""
+        models = self._pipeline.models()
+        found = {model.name: self._model(model.name, model) for model in models}
+        return found | {
+            name: self._model(name, model) for model in models for name in self._aliases
+        }
+
+    def _model(self, name: str, model: ModelDescription) -> Json:
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
@@ -193,6 +203,23 @@ class HttpApp:
         shown = self._registry if known else self._registry_without_tenants
         headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
         return Response(generate_latest(shown), headers=headers)
+
+
+CORS_MAX_AGE_S = 600
+
+
+def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Wraps the application so that browsers let pages of these origins call it. Cookies and other
+    credentials of the browser are never allowed: a page shows a key in `authorization`."""
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        # A key, the content's type, and what the clients of OpenAI tell of themselves.
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        max_age=CORS_MAX_AGE_S,
+    )
 
 
 def playground_routes() -> list[Route]:

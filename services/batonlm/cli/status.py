@@ -1,0 +1,33 @@
+"""`baton status`: lists the Batons that `baton up` runs on this machine for this user."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from batonlm.cli import state
+
+UNNAMED = "(no name)"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("status")
+    parser.add_argument("--json", action="store_true", help="print one JSON line for each")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 1 if none runs."""
+    found = state.everyone()
+    if not found:
+        print("baton status: nothing runs", file=sys.stderr)
+    for name, running in found.items():
+        facts = {key: running[key] for key in ("pid", "http", "grpc")}
+        if args.json:
+            print(json.dumps({"name": name, **facts, "processes": len(running["processes"])}))
+        else:
+            print(
+                f"{name or UNNAMED}: {facts['http']}, gRPC {facts['grpc']}, process {facts['pid']}"
+            )
+    return 0 if found else 1
