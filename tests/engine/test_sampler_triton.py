@@ -109,6 +109,8 @@ def steps(draw: st.DrawFn) -> tuple[torch.Tensor, list[SampleRow]]:
     return logits, [draw(row(i, vocab)) for i in range(count)]
 
 
+# The interpreter takes numpy's maximum of a row that holds no number.
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @settings(max_examples=examples(90), deadline=None)
 @given(steps())
 def test_every_combination_gives_the_token_of_the_host(
