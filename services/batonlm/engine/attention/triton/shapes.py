@@ -89,7 +89,7 @@ def _latent_rows(key_size: int, value_size: int, item_bytes: int, shared_bytes: 
 def _latent_shape(rows: int, row: int, value_size: int, shared_bytes: int) -> TileShape:
     """row: bytes of a key in registers."""
     keys = _keys(row, most=64)
-    narrow = rows * padded(value_size) <= _FEWEST_ROWS * 512
+    narrow = rows <= _FEWEST_ROWS
     # Two programs of narrow tiles should fit a multiprocessor.
     ahead = narrow and 2 * (rows + 2 * keys) * row <= shared_bytes
     return TileShape(rows, keys, 4 if narrow else 8, _READ_AHEAD if ahead else _READ_ONE)
