@@ -31,7 +31,7 @@ from jinja2.visitor import NodeTransformer
 
 from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.core.request.request import ChatPrompt
-from batonlm.core.request.validation import parse_template_kwargs
+from batonlm.core.request.validation import parse_template_kwargs, wrong
 from batonlm.tokenizer.renderers import Setup, chat_messages, chat_tools, too_much
 
 USES_PER_LOOK = 64
@@ -292,11 +292,9 @@ class ChatTemplate:
     def render(self, chat: ChatPrompt) -> Rendered:
         """Renders a conversation. Raises InvalidArgument naming the invalid field."""
         if not chat.messages:
-            raise InvalidArgument("must hold at least one message", field="messages")
+            raise wrong("messages", "must hold at least one message")
         if chat.continue_final_message and chat.add_generation_prompt:
-            raise InvalidArgument(
-                "cannot be combined with add_generation_prompt", field="continue_final_message"
-            )
+            raise wrong("continue_final_message", "cannot be combined with add_generation_prompt")
         kwargs = parse_template_kwargs(chat.template_kwargs)
         for name in chat.needed_variables:
             if name not in self._variables:
@@ -309,7 +307,7 @@ class ChatTemplate:
         try:
             text.encode()
         except UnicodeEncodeError:  # a template can produce lone surrogates
-            raise InvalidArgument("must not become half a character", field="messages") from None
+            raise wrong("messages", "must not become half a character") from None
         control = self._control
         if not control.may_begin_in(values.texts()):
             return Rendered(text)
@@ -343,9 +341,9 @@ class ChatTemplate:
         text = self._render(chat, values) if self._uses_content else ""
         mark = CONTINUE_MARK.rstrip()
         if mark not in text or final.strip() not in text:
-            raise InvalidArgument(
-                "the chat template does not show the final message as it is",
-                field="continue_final_message",
+            raise wrong(
+                "continue_final_message",
+                "needs a chat template that shows the final message as it is",
             )
         before, _, after = text.rpartition(mark)
         # If the mark's space is gone, the template trims messages, so the message's end is trimmed.
@@ -375,7 +373,7 @@ class ChatTemplate:
 def not_accepted(words: str = "") -> InvalidArgument:
     """words: the template's own, where it refused the messages itself."""
     reason = words or "check their roles and their order"
-    return InvalidArgument(f"are not accepted by the chat template: {reason}", field="messages")
+    return wrong("messages", f"are not accepted by the chat template: {reason}")
 
 
 def _plain(words: str) -> str:

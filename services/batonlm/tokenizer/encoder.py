@@ -32,6 +32,7 @@ from batonlm.core.request.tool_formats import (
     reasoning_format_of,
     tool_format_of,
 )
+from batonlm.core.request.validation import wrong
 from batonlm.rpc.metrics import CACHE_LOOKUPS, counter
 from batonlm.rpc.model_folder import read_json, special_tokens
 from batonlm.tokenizer.renderers import Renderers, Setup, chat_size
@@ -460,7 +461,7 @@ class Encoder:
             try:
                 renderers.try_setup(self._setup)
             except InvalidArgument as error:
-                message = f"its chat template {error.message}"
+                message = f"its chat {error.message}"
                 raise InvalidArgument(message, field="model") from error
         self.answer_format = AnswerFormat(
             tool_format_of(files.chat_template or ""),
@@ -539,7 +540,7 @@ class Encoder:
         if work.error is not None:
             return work.error
         if not work.token_ids:
-            return InvalidArgument("must have at least one token", field=work.field)
+            return wrong(work.field, "must have at least one token")
         hashes = prefix_hashes(work.token_ids, work.cache_salt, self._namespace)
         return Encoded(work.token_ids, hashes, work.reasoning_open)
 
@@ -574,12 +575,10 @@ class Encoder:
         renderers, setup = self._renderers, self._setup
         if chat.template:
             if self._client_renderers is None:
-                raise InvalidArgument(
-                    "is not accepted here: the model's own is used", field="template"
-                )
+                raise wrong("template", "is not accepted here: the model's own is used")
             renderers, setup = self._client_renderers, self._setup_of(chat.template)
         if setup is None:
-            raise InvalidArgument("need a chat template, and the model has none", field="messages")
+            raise wrong("messages", "need a chat template, and the model has none")
         if chat_size(chat) > self._max_input_bytes:
             raise self._too_long("messages", "bytes of text")
         rendered = renderers.render(setup, chat)
@@ -606,13 +605,11 @@ class Encoder:
         if len(token_ids) > self._max_input_bytes:
             raise self._too_long(field, "tokens")
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            raise InvalidArgument(
-                f"must hold token ids from 0 to {self.vocab_size - 1}", field=field
-            )
+            raise wrong(field, f"must hold token ids from 0 to {self.vocab_size - 1}")
         return token_ids
 
     def _too_long(self, field: str, unit: str) -> InvalidArgument:
-        return InvalidArgument(f"must have at most {self._max_input_bytes} {unit}", field=field)
+        return wrong(field, f"must have at most {self._max_input_bytes} {unit}")
 
 
 def _failed(error: BaseException) -> Internal:

@@ -17,6 +17,7 @@ import msgspec
 from jinja2 import TemplateSyntaxError
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.validation import wrong
 from batonlm.tokenizer.chat import ChatTemplate, Sandbox, not_accepted
 from batonlm.tokenizer.renderers import OUT_OF_MEMORY, Job, Reply, Setup
 
@@ -72,7 +73,7 @@ def _compiled(setup: Setup, sandbox: Sandbox) -> ChatTemplate:
         message = "takes too much memory"
     except Exception:  # jinja2 evaluates constant expressions of a template when it compiles it
         message = "cannot be used"
-    raise InvalidArgument(message, field="template") from None
+    raise wrong("template", message) from None
 
 
 def _limit(memory_bytes: int) -> None:

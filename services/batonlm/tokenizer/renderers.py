@@ -16,6 +16,7 @@ import msgspec
 
 from batonlm.core.errors import BatonError, Internal, InvalidArgument, Overloaded, Unavailable
 from batonlm.core.request.request import ChatPrompt, Message, Tool, ToolCall
+from batonlm.core.request.validation import wrong
 from batonlm.tokenizer.child import Child
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -134,9 +135,7 @@ _decode = msgspec.json.Decoder(Reply).decode
 
 
 def too_much() -> InvalidArgument:
-    return InvalidArgument(
-        "are too much for the chat template: too many, or too long together", field="messages"
-    )
+    return wrong("messages", "are too much for the chat template: too many, or too long together")
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ import grpc
 from batonlm.core.errors import BatonError, InvalidArgument, Overloaded
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.request import Prompt, TextPrompt, TokenPrompt
+from batonlm.core.request.validation import wrong
 from batonlm.rpc import tracing
 from batonlm.rpc.convert import (
     chat_from_proto,
@@ -214,7 +215,7 @@ class EncodeJob:
 def _asked(item: pb.EncodeInput) -> Asked | BatonError:
     try:
         if len(item.cache_salt) > MAX_SALT_BYTES:
-            raise InvalidArgument(f"must have at most {MAX_SALT_BYTES} bytes", field="cache_salt")
+            raise wrong("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
         return Asked(_prompt(item), item.cache_salt)
     except BatonError as error:
         return error
@@ -229,7 +230,7 @@ def _prompt(item: pb.EncodeInput) -> Prompt:
         case "token_ids":
             return TokenPrompt(token_ids_from_bytes(item.token_ids, "prompt"))
         case _:
-            raise InvalidArgument("must be text, a chat or token ids", field="input")
+            raise wrong("input", "must be text, a chat or token ids")
 
 
 log = logging.getLogger(__name__)
@@ -331,7 +332,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> list[_Output]:
         """An output for each input, in order. about: the call's ids, for log lines."""
         if len(inputs) > MAX_INPUTS:
-            raise InvalidArgument(f"must be at most {MAX_INPUTS}", field="inputs")
+            raise wrong("inputs", f"must be at most {MAX_INPUTS}")
         outputs = await asyncio.gather(
             *(self._some(work, group, size) for group, size in _groups(inputs))
         )

@@ -111,7 +111,7 @@ def test_a_template_that_fails_names_messages_and_shows_nothing_of_itself(
     assert raised.value.field == "messages"
     assert (
         raised.value.message
-        == ("are not accepted by the chat template: check their roles and their order")
+        == ("messages are not accepted by the chat template: check their roles and their order")
         or "too much" in raised.value.message
     )
 
@@ -136,7 +136,7 @@ def test_what_a_template_says_when_it_refuses_is_passed_on(
     with pytest.raises(InvalidArgument) as raised:
         encoded(encoder, chat("<|im_end|> hi"))
     assert raised.value.field == "messages"
-    assert raised.value.message == f"are not accepted by the chat template: {shown}"
+    assert raised.value.message == f"messages are not accepted by the chat template: {shown}"
 
 
 @pytest.mark.deep
