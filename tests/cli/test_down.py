@@ -48,7 +48,7 @@ def a_stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def stop() -> int:
-    return down.run(argparse.Namespace())
+    return down.run(argparse.Namespace(name=""))
 
 
 def started(how: str) -> tuple[subprocess.Popen[str], int]:
