@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from baton_loadtest import scenario_file, scenarios
 from baton_loadtest.load import command
 from batonlm.rpc.address import split
 
@@ -28,14 +29,14 @@ def asked() -> argparse.Namespace:
 
 def test_every_scenario_is_in_the_config_map() -> None:
     (files,) = (each["files"] for each in KUSTOMIZATION["configMapGenerator"])
-    assert files == sorted(path.name for path in FOLDER.glob("*.toml"))
+    assert files == [str(scenario_file(name).relative_to(FOLDER)) for name in scenarios()]
 
 
 def test_its_flags_are_flags_and_its_files_are_mounted() -> None:
     args = asked()
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert str(args.scenario.parent) == mounts["scenarios"]
-    assert (FOLDER / args.scenario.name).is_file()
+    assert args.scenario.stem in scenarios()
     assert str(args.json.parent) == mounts["results"]
     assert args.html is None, "the image has nothing to draw plots with"
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
