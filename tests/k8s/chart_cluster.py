@@ -58,6 +58,7 @@ FOREIGN = (
     ("monitoring.coreos.com", "v1", "PrometheusRule", "prometheusrules"),
     ("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects"),
     ("cert-manager.io", "v1", "Certificate", "certificates"),
+    ("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets"),
     ("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
     ("gateway.networking.k8s.io", "v1", "GRPCRoute", "grpcroutes"),
     ("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
