@@ -37,7 +37,13 @@ FIVE = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
 """Architectures that command B checks, one of each kind of attention."""
 TESTED = (
     *("test_triton_attention", "test_fused_kernels", "test_triton_models", "test_sampler_triton"),
-    *("test_triton_copies", "test_wire_dtypes", "test_graphs", "test_leaf_hash"),
+    *(
+        "test_fused_experts",
+        "test_triton_copies",
+        "test_wire_dtypes",
+        "test_graphs",
+        "test_leaf_hash",
+    ),
     "test_block_cache",
 )
 """Files of tests that run on a GPU where there is one, the longest first."""
