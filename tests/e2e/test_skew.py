@@ -201,4 +201,4 @@ def test_a_stream_whose_model_is_gone_ends_with_a_retryable_error(tmp_path: Path
         with pytest.raises(grpc.RpcError) as ended:
             list(first)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "decode" in str(ended.value.details())
+        assert "model" in str(ended.value.details())

@@ -440,7 +440,7 @@ class Dispatcher:
             (head.item.blocked for head in heads if head.item.kind == pending_attempt.kind), None
         )
         if busy is Blocked.ABSENT:
-            return self._fleet.decodes.absent()
+            return self._fleet.decodes.absent(model=True)
         return Overloaded("All workers are busy.", retry_after_s=self._retry_after_s(1.0))
 
     def _note_waiting(self, now: float) -> None:

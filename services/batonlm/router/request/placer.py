@@ -74,7 +74,7 @@ class Placer:
                 return found
             now = loop.time()
             if now >= give_up:
-                raise self._fleet.decodes.absent()
+                raise self._fleet.decodes.absent(model=True)
             # Breakers and quarantine have no known end.
             ends = [*self._failed.values(), *self._busy.values(), give_up, now + LOOK_AGAIN_S]
             await self._fleet.changed.wait(max(0.001, min(ends) - now))

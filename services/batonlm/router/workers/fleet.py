@@ -467,10 +467,13 @@ class Pool(Generic[C]):
         """Whether a worker may still appear: an address is known, or its source may list one."""
         return bool(self.links) or self.context.discovery.lists(self.role)
 
-    def absent(self) -> Unavailable:
-        """Returns the error of a request that no worker of this role can serve now."""
+    def absent(self, model: bool = False) -> Unavailable:
+        """Returns the error of a request that no worker of this role can serve now.
+
+        model: the request is bound to a model, which other workers of the role may not have."""
         if self.awaited:
-            return Unavailable(f"No {self.role} worker is ready.", retry_after_s=1.0)
+            what = f"No {self.role} worker is ready{' for this model' * model}."
+            return Unavailable(what, retry_after_s=1.0)
         return Unavailable(f"This server has no {self.role} worker, and none is configured.")
 
     def standbys(self) -> dict[str, int]:
