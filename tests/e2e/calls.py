@@ -9,7 +9,7 @@ from typing import Any
 
 from batonlm.v1 import inference_pb2 as pb
 from batonlm.v1 import tokenizer_pb2, types_pb2
-from tests.e2e.relay import Relay, options
+from tests.e2e.relay import PATIENCE_S, Relay, options
 
 NOTE = {
     "type": "object",
@@ -40,6 +40,7 @@ COUNT = {
 class Called:
     """Of one answer: its content, and id, name and arguments of each call."""
 
+    request_id: str = ""
     content: str = ""
     calls: dict[int, list[str]] = field(default_factory=dict)
     num_deltas: int = 0
@@ -76,7 +77,9 @@ def call(
         ),
     )
     called = Called()
-    for response in relay.stub.Chat(request, timeout=120):
+    for response in relay.stub.Chat(request, timeout=PATIENCE_S):
+        if response.event.HasField("accepted"):
+            called.request_id = response.event.accepted.request_id
         if response.event.HasField("delta"):
             called.take(response.event.delta)
             on_delta(called.num_deltas)

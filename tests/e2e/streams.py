@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from batonlm.v1 import inference_pb2
-from tests.e2e.relay import Answer, Relay, options
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, options
 
 TOKENS = 320
 SETTLED = 5
@@ -47,9 +47,9 @@ class Following:
             for number, response in enumerate(self._relay.stream(prompt, wanted)):
                 answer.take(response.event)
                 if number == SETTLED:
-                    self._settled.wait(60)
+                    self._settled.wait(PATIENCE_S)
             if number < SETTLED:
-                self._settled.wait(60)
+                self._settled.wait(PATIENCE_S)
         except BaseException:
             self._settled.abort()
             raise
@@ -57,12 +57,12 @@ class Following:
 
     def settled(self) -> None:
         """Returns when all are under way."""
-        self._settled.wait(60)
+        self._settled.wait(PATIENCE_S)
 
     def answers(self) -> list[Answer]:
         """Of streams that have settled, when they have ended."""
         with self._pool:
-            return [answer.result(120) for answer in self._answers]
+            return [answer.result(PATIENCE_S) for answer in self._answers]
 
 
 def undisturbed(relay: Relay, asked: Sequence[Asked]) -> list[Answer]:

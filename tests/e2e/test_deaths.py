@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from batonlm.v1 import inference_pb2
 from tests.e2e.calls import COUNT, call, tool
-from tests.e2e.relay import Answer, Relay, eventually, options
+from tests.e2e.relay import (
+    PATIENCE_S,
+    Answer,
+    Relay,
+    eventually,
+    happens,
+    options,
+    until_it_comes_about,
+)
 from tests.e2e.streams import Following, requests, undisturbed
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 PROMPT = list(range(50, 250))
+NUM_TOKENS = 256
 NUMBERS = inference_pb2.StructuredOutput(
     json_schema='{"type":"array","items":{"type":"integer"},"minItems":200}'
 )
-"""Takes more than 256 tokens."""
+"""Takes more than NUM_TOKENS."""
+FORMS = {
+    "greedy": options(max_tokens=NUM_TOKENS),
+    "sampled": options(max_tokens=NUM_TOKENS, temperature=1.0, seed=3),
+    "structured": options(max_tokens=NUM_TOKENS, temperature=1.0, seed=3, form=NUMBERS),
+}
+OF_EACH = 4
+LOG_S = 10.0
+"""In this time the log says who lost a worker, if anybody did."""
 
 
 @pytest.fixture(scope="module")
@@ -34,56 +51,56 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
 
 def wait_for_all(relay: Relay) -> None:
     """Until every killed worker is back and the router has seen it."""
-    eventually(lambda: len(relay.processes()) == 9, 60, "all processes listed")
+    eventually(lambda: len(relay.processes()) == 9, PATIENCE_S, "all processes listed")
 
     def serving() -> bool:
         return relay.metric(relay.processes("router")[0], "baton_workers", state="serving") == 8
 
-    eventually(serving, 60, "all workers serving")
+    eventually(serving, PATIENCE_S, "all workers serving")
+
+
+def running(relay: Relay, role: str) -> dict[int, float]:
+    """Sequences, or texts, of each worker of a role, by its pid."""
+    return {p["pid"]: relay.metric(p, "baton_sequences") for p in relay.processes(role)}
+
+
+def busiest(relay: Relay, role: str) -> dict[str, Any]:
+    there = running(relay, role)
+    return max(relay.processes(role), key=lambda p: there[p["pid"]])
+
+
+def request_id(answer: Answer) -> str:
+    assert answer.accepted is not None
+    return answer.accepted.request_id
 
 
 @pytest.mark.parametrize("role", ["decode", "detokenizer", "prefill"])
-@pytest.mark.parametrize(
-    ("temperature", "form"),
-    [(0.0, None), (1.0, None), (1.0, NUMBERS)],
-    ids=["greedy", "sampled", "structured"],
-)
-def test_kill_in_mid_stream(
-    pair: Relay, role: str, temperature: float, form: inference_pb2.StructuredOutput | None
-) -> None:
-    wait_for_all(pair)
-    wanted = options(max_tokens=256, temperature=temperature, seed=3, form=form)
-    reference = pair.generate(PROMPT, wanted)
-    assert len(reference.token_ids[0]) == 256
+def test_kill_in_mid_stream(pair: Relay, role: str) -> None:
+    expected = {form: pair.generate(PROMPT, wanted) for form, wanted in FORMS.items()}
+    assert all(len(answer.token_ids[0]) == NUM_TOKENS for answer in expected.values())
+    asked = [(form, wanted) for form, wanted in FORMS.items() for _ in range(OF_EACH)]
 
-    answers: list[Answer] = [Answer() for _ in range(4)]
-    failures: list[BaseException] = []
-    started = threading.Barrier(5)
+    def killed_in_mid_stream() -> bool:
+        wait_for_all(pair)
+        streams = Following(pair, [(PROMPT, wanted) for _, wanted in asked])
+        streams.settled()
+        victim = busiest(pair, role)
+        pair.kill(victim)
+        left = sum(running(pair, "decode").values()) if role == "prefill" else 0
+        answers = streams.answers()
+        forms: dict[str, str] = {}
+        for (form, _), answer in zip(asked, answers, strict=True):
+            assert answer.token_ids == expected[form].token_ids
+            assert answer.text == expected[form].text
+            forms[request_id(answer)] = form
+        wait_for_all(pair)
+        assert victim["pid"] not in [p["pid"] for p in pair.processes(role)]
+        if role == "prefill":
+            # It was killed before, and so many can only be of every form.
+            return left > len(asked) - OF_EACH
+        return happens(lambda: {forms.get(one) for one in pair.lost(role)} >= set(FORMS), LOG_S)
 
-    def follow(answer: Answer) -> None:
-        try:
-            for number, response in enumerate(pair.stream(PROMPT, wanted)):
-                answer.take(response.event)
-                if number == 4:
-                    started.wait(60)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=follow, args=(answer,)) for answer in answers]
-    for thread in threads:
-        thread.start()
-    started.wait(60)
-    victims = pair.processes(role)
-    busy = [v for v in victims if role != "decode" or pair.metric(v, "baton_sequences") > 0]
-    pair.kill(busy[0])
-    for thread in threads:
-        thread.join(100)
-    assert not failures, failures
-    for answer in answers:
-        assert answer.token_ids == reference.token_ids
-        assert answer.text == reference.text
-    wait_for_all(pair)
-    assert busy[0]["pid"] not in [p["pid"] for p in pair.processes(role)]
+    until_it_comes_about(killed_in_mid_stream, "streams of every form under way")
 
 
 @pytest.mark.parametrize("role", ["decode", "detokenizer"])
@@ -93,18 +110,23 @@ def test_kill_in_mid_call(pair: Relay, role: str) -> None:
     wanted = inference_pb2.ToolChoice(use=inference_pb2.ToolChoice.USE_REQUIRED, name="count")
     reference = call(pair, tools, wanted)
     assert len(json.loads(reference.calls[0][2])["numbers"]) == 90
-    killed: list[int] = []
 
-    def kill(num_deltas: int) -> None:
-        if num_deltas >= 20 and not killed:
-            busy = [p for p in pair.processes(role) if pair.metric(p, "baton_sequences") > 0]
-            pair.kill(busy[0])
-            killed.append(busy[0]["pid"])
+    def killed_in_mid_call() -> bool:
+        wait_for_all(pair)
+        killed = False
 
-    disturbed = call(pair, tools, wanted, on_delta=kill)
-    assert killed
-    assert (disturbed.calls, disturbed.content) == (reference.calls, reference.content)
-    assert disturbed.finish == reference.finish
+        def kill(num_deltas: int) -> None:
+            nonlocal killed
+            if num_deltas >= 5 and not killed:
+                pair.kill(busiest(pair, role))
+                killed = True
+
+        disturbed = call(pair, tools, wanted, on_delta=kill)
+        assert (disturbed.calls, disturbed.content) == (reference.calls, reference.content)
+        assert disturbed.finish == reference.finish
+        return killed and happens(lambda: disturbed.request_id in pair.lost(role), LOG_S)
+
+    until_it_comes_about(killed_in_mid_call, "a call under way")
     wait_for_all(pair)
 
 
@@ -113,18 +135,29 @@ def test_kill_while_sequences_move(pair: Relay, victim: str) -> None:
     """One decode worker drains; in the middle of it one of the two is killed."""
     wait_for_all(pair)
     expected = [answer.token_ids for answer in undisturbed(pair, requests())]
-    router = pair.processes("router")[0]
-    before = pair.metric(router, "baton_moves_total", outcome="moved")
-    streams = Following(pair, requests())
-    streams.settled()
-    decodes = sorted(pair.processes("decode"), key=lambda p: pair.metric(p, "baton_sequences"))
-    replacement, leaving = decodes
-    pair.kill(leaving, signal.SIGTERM)
-    eventually(
-        lambda: pair.metric(router, "baton_moves_total", outcome="moved") > before,
-        60,
-        "one has moved",
-    )
-    pair.kill(leaving if victim == "the one that leaves" else replacement)
-    assert [answer.token_ids for answer in streams.answers()] == expected
+
+    def killed_while_they_move() -> bool:
+        wait_for_all(pair)
+        router = pair.processes("router")[0]
+        before = pair.metric(router, "baton_moves_total", outcome="moved")
+        streams = Following(pair, requests())
+        streams.settled()
+        leaving = busiest(pair, "decode")
+        (replacement,) = [p for p in pair.processes("decode") if p["pid"] != leaving["pid"]]
+        pair.kill(leaving, signal.SIGTERM)
+
+        def one_has_moved() -> bool:
+            moved = pair.metric(router, "baton_moves_total", outcome="moved") > before
+            return moved or pair.metric(router, "baton_requests_open") == 0
+
+        eventually(one_has_moved, PATIENCE_S, "one has moved, or all have ended")
+        pair.kill(leaving if victim == "the one that leaves" else replacement)
+        answers = streams.answers()
+        assert [answer.token_ids for answer in answers] == expected
+        ids = {request_id(answer) for answer in answers}
+        return pair.metric(router, "baton_moves_total", outcome="moved") > before and happens(
+            lambda: ids & pair.lost("decode"), LOG_S
+        )
+
+    until_it_comes_about(killed_while_they_move, "sequences that move")
     wait_for_all(pair)
