@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig, configure_threads
 from batonlm.engine.digest import MANIFEST
-from batonlm.engine.loader import UnsupportedModel
 from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 

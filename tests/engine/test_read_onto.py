@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from batonlm.engine.checkpoint import Checkpoint, check_files
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.loader import Bar, load, read_onto
 
@@ -23,7 +24,8 @@ def test_weights_read_onto_a_device_are_those_that_transformers_reads(
     wanted = load(EngineConfig(str(folder), device="cpu"))
     settings = wanted.settings
     model_class = type(wanted.network)
-    given = torch.device("cpu"), model_class, folder, settings, torch.float32, Bar(None, 0)
+    files = Checkpoint(folder, tuple(check_files(folder)), None)
+    given = torch.device("cpu"), model_class, files, settings, torch.float32, Bar(None, 0)
     network = read_onto(*given)
     assert network is not None
     ours, theirs = (
@@ -44,5 +46,6 @@ def test_files_that_name_weights_otherwise_are_left_to_transformers(
     """Experts lie one by one in files; GPT-OSS keeps the weights of norms in float32."""
     for arch in ("qwen3_moe", "gpt_oss"):
         loaded = load(EngineConfig(str(saved(arch)), device="cpu"))
-        given = torch.device("cpu"), type(loaded.network), saved(arch), loaded.settings
+        files = Checkpoint(saved(arch), tuple(check_files(saved(arch))), None)
+        given = torch.device("cpu"), type(loaded.network), files, loaded.settings
         assert read_onto(*given, torch.float32, Bar(None, 0)) is None

@@ -16,8 +16,8 @@ from torch import nn
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.plan import StepPlan
 from batonlm.engine import loader, selfcheck
+from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
-from batonlm.engine.loader import UnsupportedModel
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import together
 from tests.engine.tiny_models import REFUSED, save_tiny_model

@@ -239,8 +239,9 @@ def model(name: str) -> Callable[[], Finding]:
         except InvalidArgument as error:
             return fail(error.message, advice)
         try:
+            from batonlm.engine.checkpoint import check_files
             from batonlm.engine.config import EngineConfig
-            from batonlm.engine.loader import check_files, outline
+            from batonlm.engine.loader import outline
         except (ImportError, OSError):
             return warn(f"{folder.name}: only the tokenizer was checked", ENGINE_ADVICE)
         try:

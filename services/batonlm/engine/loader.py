@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,13 +18,13 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.request.model import KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
+from batonlm.engine.checkpoint import Checkpoint, Scheme, UnsupportedModel, check_files, read_scheme
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.digest import fetched_digest, model_digest
@@ -36,44 +35,8 @@ from batonlm.engine.linear import check_fp8, check_int8
 
 log = logging.getLogger(__name__)
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-class UnsupportedModel(InvalidArgument):
-    """The model cannot be served correctly. The message says why; field is "model"."""
-
-    def __init__(self, message: str):
-        super().__init__(message, field="model")
-
-
-def check_files(folder: Path) -> list[Path]:
-    """The weight files, each with a sound header. Raises UnsupportedModel naming what is wrong."""
-    if not (folder / "config.json").is_file():
-        raise UnsupportedModel(f"model {folder.name} has no config.json")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        if any(found for pattern in _PICKLES for found in folder.glob(pattern)):
-            raise UnsupportedModel(
-                f"model {folder.name} has pickled weights only; convert them to safetensors"
-            )
-        raise UnsupportedModel(f"model {folder.name} has no safetensors weights")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
-        missing = wanted - {file.name for file in weights}
-        if missing:
-            raise UnsupportedModel(
-                f"model {folder.name} lacks {', '.join(sorted(missing))} of its weights"
-            )
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise UnsupportedModel(f"weights {file.name} are corrupt or cut short") from error
-    return weights
 
 
 def check_class(model_class: Any, config: Any) -> None:
@@ -153,8 +116,8 @@ def quiet(bar: Bar) -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-Build = Callable[[Any, Path, Any, torch.dtype, Bar], nn.Module]
-"""(model class, folder, its config, number type, progress) -> the network in eval mode."""
+Build = Callable[[Any, Checkpoint, Any, torch.dtype, Bar], nn.Module]
+"""(model class, files, their config, number type, progress) -> the network in eval mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,14 +145,19 @@ def load(
     """
     folder = _folder(config.model, ["*.safetensors", "*.json", "*.jinja"])
     weights = check_files(folder)
-    settings = _settings(folder)
+    settings, scheme = _settings(folder)
     model_class = _model_class(settings)
     check_class(model_class, settings)
     device = device or choose_device(config.device)
+    dtype = _dtype(config.dtype, device, settings)
     if config.quantize == "int8":
         check_int8(device)
     elif config.quantize == "fp8":
-        check_fp8(device, _dtype(config.dtype, device, settings))
+        check_fp8(device, dtype)
+    checkpoint = Checkpoint(folder, tuple(weights), scheme)
+    with checkpoint.open(dtype):
+        # What is no weight of the scheme is refused here.
+        pass
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
     digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
@@ -199,12 +167,11 @@ def load(
             f"the weights in {folder.name} are not those that 'baton fetch' put there: delete the "
             "folder and fetch the model again"
         )
-    dtype = _dtype(config.dtype, device, settings)
     network = None
     if build is None and device.type == "cuda":
-        network = read_onto(device, model_class, folder, settings, dtype, bar)
+        network = read_onto(device, model_class, checkpoint, settings, dtype, bar)
     if network is None:
-        network = (build or _network)(model_class, folder, settings, dtype, bar)
+        network = (build or _network)(model_class, checkpoint, settings, dtype, bar)
     return LoadedModel(
         network=network.to(device),
         description=_description(
@@ -225,7 +192,7 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     Needs config.json alone, also of a hub id. cut: what makes it a rank's part. Raises
     UnsupportedModel like `load`, and what `cut` raises.
     """
-    settings = _settings(_folder(config.model, ["config.json"]))
+    settings, _ = _settings(_folder(config.model, ["config.json"]))
     check_class(_model_class(settings), settings)
     device = choose_device(config.device)
     if config.quantize == "int8" and device.type != "cpu":
@@ -321,14 +288,16 @@ def _folder(model: str, files: list[str]) -> Path:
         raise UnsupportedModel(f"model {model} cannot be fetched from the hub") from error
 
 
-def _settings(folder: Path) -> Any:
+def _settings(folder: Path) -> tuple[Any, Scheme | None]:
+    """The configuration, without what it says of quantised weights, and that."""
     try:
-        return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(
             f"model {folder.name} is of an architecture that transformers "
             f"{transformers.__version__} does not have, or needs code of its own"
         ) from error
+    return settings, read_scheme(settings)
 
 
 def _model_class(settings: Any) -> Any:
@@ -343,29 +312,38 @@ def _model_class(settings: Any) -> Any:
 
 
 def _network(
-    model_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: Bar
+    model_class: Any, checkpoint: Checkpoint, settings: Any, dtype: torch.dtype, bar: Bar
 ) -> nn.Module:
-    with quiet(bar):
+    """Read by transformers, which knows how files of other makers name weights."""
+    given = {"config": settings, "dtype": dtype, "attn_implementation": "eager"}
+    with quiet(bar), ExitStack() as ends:
+        source: Path | None = checkpoint.folder
+        if checkpoint.scheme is not None:
+            source, given["state_dict"] = None, ends.enter_context(checkpoint.open(dtype))
         network, info = model_class.from_pretrained(
-            folder,
-            config=settings,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            output_loading_info=True,
+            source, use_safetensors=True, output_loading_info=True, **given
         )
     lacking = [*info["missing_keys"], *info["mismatched_keys"]]
     if lacking:
-        raise UnsupportedModel(f"model {folder.name} lacks weights, among them {lacking[0]}")
+        name = checkpoint.folder.name
+        raise UnsupportedModel(f"model {name} lacks weights, among them {lacking[0]}")
+    if source is None:
+        add_generation(network, checkpoint.folder)
     eval_mode: nn.Module = network.eval().requires_grad_(False)
     return eval_mode
+
+
+def add_generation(network: Any, folder: Path) -> None:
+    """Gives a network that was not read by name what its folder says of ends of sequences."""
+    if (folder / "generation_config.json").is_file():
+        network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
 
 
 @torch.no_grad()
 def read_onto(
     device: torch.device,
     model_class: Any,
-    folder: Path,
+    checkpoint: Checkpoint,
     settings: Any,
     dtype: torch.dtype,
     bar: Bar,
@@ -381,11 +359,7 @@ def read_onto(
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation="eager"
         )
-    stored = {}
-    with ExitStack() as ends:
-        for file in check_files(folder):
-            opened = ends.enter_context(safe_open(file, framework="pt"))
-            stored.update(dict.fromkeys(opened.keys(), opened))
+    with checkpoint.open(dtype) as stored:
         network.to_empty(device=device)
         network.tie_weights()
         if compute_buffers(network) is not None:
@@ -397,13 +371,12 @@ def read_onto(
         for name, weight in wanted.items():
             if name not in stored:
                 continue
-            if stored[name].get_slice(name).get_shape() != list(weight.shape):
+            if stored[name].get_shape() != list(weight.shape):
                 return None
-            weight.copy_(stored[name].get_tensor(name))
+            weight.copy_(stored[name][...])
             bar.advance(weight.nbytes)
     bar.advance(bar.total)
-    if (folder / "generation_config.json").is_file():
-        network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    add_generation(network, checkpoint.folder)
     eval_mode: nn.Module = network.eval().requires_grad_(False)
     return eval_mode
 

@@ -20,6 +20,7 @@ from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, Step
 from batonlm.engine import selfcheck
 from batonlm.engine.attention.backends import open_backend, runs_triton
 from batonlm.engine.attention.interface import Backend, ForwardPass
+from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device, pin
 from batonlm.engine.exact import NotExact, confine, cuts
@@ -36,7 +37,6 @@ from batonlm.engine.loader import (
     AttentionShape,
     LoadedModel,
     Progress,
-    UnsupportedModel,
     load,
     probe_attention,
     run_network,

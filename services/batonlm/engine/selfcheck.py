@@ -16,8 +16,8 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.exact import NotExact
-from batonlm.engine.loader import UnsupportedModel
 from batonlm.engine.memory import CHECKED_POSITIONS
 
 Forward = Callable[[StepPlan], torch.Tensor]

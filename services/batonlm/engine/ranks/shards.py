@@ -19,27 +19,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.engine.checkpoint import Checkpoint, Slice, UnsupportedModel
 from batonlm.engine.linear import are_known_experts
-from batonlm.engine.loader import (
-    Bar,
-    Build,
-    Cutting,
-    UnsupportedModel,
-    check_files,
-    compute_buffers,
-)
+from batonlm.engine.loader import Bar, Build, Cutting, add_generation, compute_buffers
 from batonlm.engine.ranks.group import Group
 from batonlm.engine.ranks.runner import FIELD, STAGES, Place, layers_of
 
@@ -251,7 +242,9 @@ class NoHead(nn.Module):
 def shard_builder(place: Place, group: Group, world: Group, device: torch.device) -> Build:
     """What `loader.load` builds a rank's network with. group: of the stage; world: of all ranks."""
 
-    def build(_class: Any, folder: Path, settings: Any, dtype: torch.dtype, bar: Bar) -> nn.Module:
+    def build(
+        _class: Any, checkpoint: Checkpoint, settings: Any, dtype: torch.dtype, bar: Bar
+    ) -> nn.Module:
         plan = check_split(settings, place)
         with torch.device("meta"):
             network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -265,10 +258,9 @@ def shard_builder(place: Place, group: Group, world: Group, device: torch.device
         lacking = compute_buffers(network)
         if lacking is not None:
             raise _not_here(network, lacking)
-        _read(sharding, folder, bar)
+        _read(sharding, checkpoint, dtype, bar)
         sharding.connect()
-        if (folder / "generation_config.json").is_file():
-            network.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        add_generation(network, checkpoint.folder)
         eval_mode: nn.Module = network.eval().requires_grad_(False)
         return eval_mode
 
@@ -513,16 +505,12 @@ _EXPERT_FILES = (
 _FOLDERS = ((".mlp.", ".block_sparse_moe."),)
 """Parts of names that are others in checkpoints."""
 
-Slice = Callable[[str], Any]
-"""A stored weight, to be cut before it is read."""
-
 
 @torch.no_grad()
-def _read(sharding: _Sharding, folder: Path, bar: Bar) -> None:
+def _read(sharding: _Sharding, checkpoint: Checkpoint, dtype: torch.dtype, bar: Bar) -> None:
     """Fills the rank's weights, on whichever device they are. Raises UnsupportedModel."""
-    with ExitStack() as ends:
-        files = [ends.enter_context(safe_open(f, framework="pt")) for f in check_files(folder)]
-        stored = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    folder = checkpoint.folder
+    with checkpoint.open(dtype) as stored:
         done: set[int] = set()
         lacking = []
         for name, target in sharding.network.state_dict(keep_vars=True).items():
@@ -544,14 +532,14 @@ def _read(sharding: _Sharding, folder: Path, bar: Bar) -> None:
 
 
 def _parts(
-    sharding: _Sharding, name: str, target: torch.Tensor, stored: dict[str, Any]
+    sharding: _Sharding, name: str, target: torch.Tensor, stored: dict[str, Slice]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """What a weight is made of: stored tensors, and where each belongs; nothing where it is not
     stored."""
     cut, name = sharding.cuts.get(name), sharding.source(name)
     found = _stored_name(name, stored)
     if found is not None:
-        yield _slice(stored[found].get_slice(found), cut, target), target
+        yield _slice(stored[found], cut, target), target
         return
     module, _, weight = name.rpartition(".")
     first = cut.ranges[0][0] if cut is not None else 0
@@ -567,18 +555,18 @@ def _parts(
             done = 0
             for each in row:
                 assert each is not None
-                part = stored[each].get_tensor(each)
+                part = stored[each][...]
                 yield part, expert.narrow(0, done, min(len(part), len(expert) - done))
                 done += len(part)
         return
 
 
-def _stored_name(name: str, stored: dict[str, Any]) -> str | None:
+def _stored_name(name: str, stored: dict[str, Slice]) -> str | None:
     candidates = [name, *(name.replace(ours, theirs) for ours, theirs in _FOLDERS)]
     return next((each for each in candidates if each in stored), None)
 
 
-def _slice(stored: Any, cut: Cut | None, target: torch.Tensor) -> torch.Tensor:
+def _slice(stored: Slice, cut: Cut | None, target: torch.Tensor) -> torch.Tensor:
     if cut is None:
         whole: torch.Tensor = stored[:]
         return whole
