@@ -72,6 +72,31 @@ def test_what_cannot_be_followed_is_refused(kind: GrammarKind, text: str, says: 
     assert len(refused.value.message) < 300
 
 
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (translation.choice(["so <|user|>", "<tool_call>\n<|end|>"], "choice"), "so <|user|>"),
+        (Grammar(GrammarKind.REGEX, r"<\|end\|>\x3cb"), "<|end|><b"),
+        (Grammar(GrammarKind.LARK, 'start: "a<|end|>"'), "a<|end|>"),
+        (Grammar(GrammarKind.GBNF, 'root ::= "a<|end|>"'), "a<|end|>"),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"const": "\\u003c|end|>"}'), '"<|end|>"'),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["<|begin|>"]}'), '"<|begin|>"'),
+    ],
+)
+def test_the_spelling_of_a_special_token_is_text(grammar: Grammar, text: str) -> None:
+    """All that is allowed can be taken, and leads to the text in tokens that are not special."""
+    matcher, taken = compile_grammar(TOKENS, grammar), b""
+    while taken != text.encode():
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(TOKENS.vocab_size) if mask[token // 8] >> token % 8 & 1]
+        assert allowed and not any(map(TOKENS.is_special_token, allowed))
+        pieces = {token: TOKENS.decode_bytes([token]) for token in allowed}
+        token = next(t for t, piece in pieces.items() if text.encode().startswith(taken + piece))
+        assert matcher.consume_tokens([token])
+        taken += pieces[token]
+    assert matcher.is_accepting()
+
+
 @given(st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6))
 @example(["a|b", "(", "\\", "\n", '"', "/", "]-[", "a{2}", "\x00", "😀é"])
 def test_a_choice_takes_its_texts_and_no_other(texts: list[str]) -> None:

@@ -7,6 +7,7 @@ tokenizer first tries it in a process that can be killed (`Checker`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -69,13 +70,49 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """A matcher at the start of the grammar. Raises InvalidArgument naming `grammar`, with
     llguidance's report on the client's text.
     """
-    matcher = LLMatcher(tokenizer, _text(grammar), log_level=0, limits=LIMITS)
+    text = _text(grammar)
+    if _spells_special(tokenizer, grammar.text):
+        text = _without_forcing(text)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise InvalidArgument(f"cannot be followed: {report(matcher)}", field=FIELD)
     if not any(matcher.compute_bitmask()):
         why = report(matcher) or "this model has no token that it could begin with"
         raise InvalidArgument(f"cannot be followed: {why}", field=FIELD)
     return matcher
+
+
+_ESCAPED = re.compile(r"\\x\{([0-9A-Fa-f]{1,6})\}|\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})")
+
+
+def _spells_special(tokenizer: LLTokenizer, text: str) -> bool:
+    """Whether a grammar has the spelling of a special token in it, also with escapes."""
+    text = _ESCAPED.sub(lambda found: _character(int(found[found.lastindex or 0], 16)), text)
+    ids = tokenizer.tokenize_str(text.replace("\\", ""))
+    return any(map(tokenizer.is_special_token, ids))
+
+
+def _character(code: int) -> str:
+    return chr(code) if code < 0xD800 else "\ufffd"
+
+
+_CONVERTED = "%llguidance {}\n"
+"""The first line of what llguidance converts from GBNF."""
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+
+
+def _without_forcing(text: str) -> str:
+    """The grammar, which then allows all tokens that fit where the text is determined, not only the
+    tokenizer's own. llguidance otherwise allows nothing but the special token there, whose text
+    may be spelled only in other tokens, and refuses it then."""
+    if not text.startswith("{"):
+        text = text.removeprefix(_CONVERTED)
+        # A grammar has one such line, which may be the client's own.
+        return text if "%llguidance" in text else _NO_FORCING + text
+    whole = json.loads(text)
+    (only,) = whole["grammars"]
+    lark = only["lark_grammar"] or f"start: %json {json.dumps(only['json_schema'])}"
+    return json.dumps({**whole, "grammars": [{"lark_grammar": _NO_FORCING + lark}]})
 
 
 def report(matcher: LLMatcher) -> str:
