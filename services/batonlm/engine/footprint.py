@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.block_pool import blocks_for
@@ -22,6 +21,7 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.lean import Conv1D
 from batonlm.engine.linear import are_known_experts, worth_fp8, worth_quantizing
 from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
 from batonlm.engine.memory import (

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn.functional import ScalingType, scaled_mm
-from transformers.pytorch_utils import Conv1D
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.exact import BASE, MOST, NotExact, Product, in_tiles, prove, random_rows, tiled
 from batonlm.engine.latent import LatentProjection
+from batonlm.engine.lean import Conv1D
 
 # Products call torch's operators by their overload, because exact mode watches the functions of
 # torch that modelling code calls, and would confine a second time what is proven here already.

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.request.model import KvLayout, ModelDescription
@@ -31,6 +29,7 @@ from batonlm.engine.digest import fetched_digest, model_digest
 from batonlm.engine.fused.decoder import Decoder
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents
+from batonlm.engine.lean import transformers, transformers_logging, without_compiler
 from batonlm.engine.linear import check_fp8, check_int8
 
 log = logging.getLogger(__name__)
@@ -131,6 +130,7 @@ class LoadedModel:
     """The configuration of the whole model, whatever part of it the network is."""
 
 
+@without_compiler()
 def load(
     config: EngineConfig,
     progress: Progress | None = None,
@@ -186,6 +186,7 @@ Cutting = Callable[[nn.Module, Any], None]
 """Leaves a part of a network without memory, given the whole one's settings."""
 
 
+@without_compiler()
 def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     """The wired model without weights: shapes on torch's meta device, and an empty digest.
 
@@ -239,10 +240,7 @@ def wire(network: nn.Module) -> None:
     On CPUs, experts that `linear` cannot pack go through their loop: the batched forms make a
     token's bits depend on how many others chose its expert, and are no faster.
     """
-    # Imported late: it loads half of transformers, which loading a model needs anyway.
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(INTERFACE, paged)
+    transformers.AttentionInterface.register(INTERFACE, paged)
     network.set_attn_implementation(INTERFACE)  # type: ignore[operator]
     if network.config._attn_implementation != INTERFACE:  # type: ignore[union-attr]
         raise UnsupportedModel("the model did not take our attention")
@@ -463,6 +461,7 @@ class AttentionShape:
         return self.latent_size or self.layout.value_size
 
 
+@without_compiler()
 def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
     """The shape of attention and KV, taken from a run of the wired model, not its configuration.
 

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.checkpoint import Checkpoint, Slice, UnsupportedModel
+from batonlm.engine.lean import transformers
 from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import Bar, Build, Cutting, add_generation, compute_buffers
 from batonlm.engine.ranks.group import Group
