@@ -27,7 +27,7 @@ IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-pa
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -66,7 +66,7 @@ test-chaos: install ## Tests that kill real processes, without the long ones
 test-slow: install ## Tests that take long
 	@$(BIN)/python -m pytest -q -m slow
 
-test-browser: install ## Tests of the playground; need Debian's chromium and chromium-driver
+test-browser: install ## Tests of the chat page; need Debian's chromium and chromium-driver
 	@$(BIN)/python -m pytest -q -m browser tests/browser
 
 test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG from their own packages (pip and npm)
@@ -107,6 +107,9 @@ sbom: install ## Write build/sbom/baton-TARGET.cdx.json of IMAGES: what is reall
 			--out build/sbom/baton-$$target.cdx.json \
 			--version $(IMAGE_TAG) --revision "$$(git rev-parse HEAD 2>/dev/null || echo unknown)"; \
 	done
+
+vendor: install ## Copy the chat page's library from npm again, as it is locked; another one with MARKED=18.3.0 (npm)
+	@$(BIN)/python scripts/vendor.py $(if $(MARKED),--version $(MARKED))
 
 audit: install ## Look for published vulnerabilities in what the images install; says so where no source of advisories answers
 	@$(BIN)/python scripts/audit.py $(if $(REQUIRED),--required)

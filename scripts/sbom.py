@@ -2,7 +2,8 @@
 
     sbom.py cpu --inventory build/sbom/cpu/inventory.json --out build/sbom/baton-cpu.cdx.json
 
-What is listed is what the image has (deploy/image/inventory.py); hashes come from its locks. A
+What is listed is what the image has (deploy/image/inventory.py), and the library in the chat page;
+hashes come from the locks. A
 Python package that Baton's environment has and the lock does not is an error: the image was built
 another way.
 """
@@ -30,6 +31,7 @@ from packaging.utils import canonicalize_name
 
 import lock_base
 import lock_images
+import vendor
 
 TARGETS = tuple(lock_images.IMAGES)
 LONGEST_LICENSE = 80
@@ -45,6 +47,7 @@ def bom_of(target: str, inventory: dict[str, Any], version: str, revision: str) 
         *_python(inventory["python_packages"], pinned),
         *_base_python(inventory),
         *_debian(inventory),
+        _of_page(),
     ]
     image = Component(
         name=f"baton-{target}",
@@ -146,6 +149,25 @@ def _debian(inventory: dict[str, Any]) -> Iterator[Component]:
             hashes=[HashType(alg=HashAlgorithm.SHA_256, content=digest)] if digest else [],
             licenses=[DisjunctiveLicense(name=one) for one in package["licenses"]],
         )
+
+
+def _of_page() -> Component:
+    """The library in the router's chat page. Baton is in every image."""
+    lock = vendor.locked()
+    purl = PackageURL("npm", None, lock["name"], lock["version"])
+    return Component(
+        name=lock["name"],
+        version=lock["version"],
+        type=ComponentType.LIBRARY,
+        bom_ref=str(purl),
+        purl=purl,
+        hashes=[
+            HashType(alg=HashAlgorithm.SHA_256, content=file["sha256"])
+            for name, file in lock["files"].items()
+            if name.endswith(".js")
+        ],
+        licenses=[_licenses.make_from_string(lock["license"])],
+    )
 
 
 def _debian_hashes() -> Iterator[tuple[tuple[str, str, str], str]]:

@@ -15,6 +15,13 @@ new MutationObserver(() => {
 }).observe(document.getElementById('log'), {childList: true, subtree: true, characterData: true});
 """
 
+_FORGET = """
+const done = arguments[arguments.length - 1];
+try { localStorage.clear(); sessionStorage.clear(); } catch (error) {}
+const request = indexedDB.deleteDatabase('baton');
+request.onsuccess = request.onerror = request.onblocked = () => done(true);
+"""
+
 
 class Page:
     """Finds by CSS selectors. Whatever it waits for it waits for at most PATIENCE_S."""
@@ -29,6 +36,9 @@ class Page:
         self.browser.execute_script(_WATCH)
 
     def leave(self) -> None:
+        """Deletes what the page has kept in the browser."""
+        if self.browser.current_url.startswith("http"):
+            self.browser.execute_async_script(_FORGET)
         self.browser.get("about:blank")
 
     def find(self, selector: str) -> Any:
@@ -41,6 +51,23 @@ class Page:
         """Of the last one; empty when there is none."""
         found = self.all(selector)
         return str(found[-1].text) if found else ""
+
+    def click(self, selector: str, label: str = "") -> None:
+        """The last visible one, with this text."""
+        found = [one for one in self.all(selector) if one.is_displayed() and label in one.text]
+        found[-1].click()
+
+    def keys(self, *keys: str) -> None:
+        """Presses keys wherever the focus is."""
+        self.browser.switch_to.active_element.send_keys(*keys)
+
+    def focused(self) -> str:
+        """The id of the element with the focus, else its accessible name."""
+        element = self.browser.switch_to.active_element
+        return str(element.get_attribute("id") or element.accessible_name)
+
+    def run(self, script: str) -> Any:
+        return self.browser.execute_script(script)
 
     def until(self, script: str) -> None:
         """Waits until an expression is true."""
@@ -58,7 +85,16 @@ class Page:
         self.find("#prompt").send_keys(text + "\n")
 
     def answered(self, turns: int) -> None:
-        self.until(f"document.querySelectorAll('.tiles').length === {turns}")
+        """All turns are over, with their numbers, kept, and shown to their end."""
+        self.until(
+            f"document.querySelectorAll('.tiles').length === {turns}"
+            f" && document.querySelectorAll('.turn[data-state]').length === {turns}"
+            " && [...document.querySelectorAll('.text')].every((text) => text.dataset.shown)"
+        )
+
+    def kept(self, conversations: int) -> None:
+        """The list has as many."""
+        self.until(f"document.querySelectorAll('#chats-list li').length === {conversations}")
 
     def seen(self) -> list[str]:
         """The newest answer's text at every change of the conversation."""

@@ -44,6 +44,8 @@ def test_an_answer_streams_and_is_explained(relay: Relay, page: Page) -> None:
     places = {process["grpc"] for process in relay.processes() if process["role"] in roles}
     shown = {item.text.split()[1] for item in page.all(".workers li")}
     assert shown <= places
+    page.until("document.querySelector('.reason')")
+    assert page.text(".reason").endswith(".")
     for bar in page.all(".turn .bar"):
         parts = [part.size["width"] for part in bar.find_elements("css selector", ".part")]
         assert sum(parts) > 0.9 * bar.size["width"]
@@ -58,8 +60,11 @@ def test_a_conversation_shows_its_growing_cache(relay: Relay, page: Page) -> Non
         page.answered(turn)
         found.append(numbers(page, ".meter.decode .number")[0])
     assert found[0] < found[1] < found[2]
-    page.find("#clear").click()
+    page.find("#new").click()
     assert page.all(".turn") == []
+    page.find("#chats-list .choose").click()
+    page.answered(3)
+    assert numbers(page, ".meter.decode .number")[0] == found[2]
 
 
 def test_a_phone_scrolls_in_one_direction(relay: Relay, page: Page) -> None:
@@ -69,6 +74,11 @@ def test_a_phone_scrolls_in_one_direction(relay: Relay, page: Page) -> None:
     page.ask(STORY)
     page.answered(1)
     assert page.fits()
-    page.find("#toggle").click()
-    assert page.find("#settings").is_displayed()
+    assert not page.find(".tiles").is_displayed()
+    page.find(".beside > summary").click()
+    assert page.find(".tiles").is_displayed() and page.find(".workers").is_displayed()
     assert page.fits()
+    for panel in ("settings", "chats"):
+        page.find(f"#toggle-{panel}").click()
+        assert page.find(f"#{panel}").is_displayed()
+        assert page.fits()

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ import audit
 import lock_base
 import lock_images
 import sbom
+import vendor
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE = ROOT / "deploy" / "image"
@@ -204,6 +206,9 @@ def test_a_bill_of_materials_is_valid_and_complete(target: str, tmp_path: Path) 
         assert {one["content"] for one in component["hashes"]} == set(pin.hashes)
     assert found["pkg:pypi/baton@0.1.0"]["hashes"] == [{"alg": "SHA-256", "content": "ab" * 32}]
     assert {"pkg:generic/cpython@3.11.16", "pkg:pypi/pip@24.0"} <= set(found)
+    (script,) = found[f"pkg:npm/marked@{vendor.locked()['version']}"]["hashes"]
+    served = (vendor.VENDOR / "marked.js").read_bytes()
+    assert script == {"alg": "SHA-256", "content": hashlib.sha256(served).hexdigest()}
     gcc = found["pkg:deb/debian/gcc@4:12.2.0-3?arch=amd64&distro=debian-12"]
     assert gcc["hashes"][0]["content"] in lock_base.COMPILER.read_text()
     everything = {one["bom-ref"] for one in document["components"]}
@@ -248,6 +253,42 @@ def test_a_package_that_is_not_of_the_lock_is_an_error(
     )
     assert "is in the image and not in its lock" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_the_pages_library_is_the_locked_one() -> None:
+    lock = vendor.locked()
+    assert list(vendor.faults()) == []
+    assert f"{lock['name']} v{lock['version']} " in (vendor.VENDOR / "marked.js").read_text()
+    assert f"{lock['name']} {lock['version']}," in (ROOT / "NOTICE").read_text()
+
+
+def test_another_library_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "marked.js").write_text("other")
+    (tmp_path / "more.js").write_text("")
+    assert sorted(vendor.faults(tmp_path)) == [
+        "marked.LICENSE.txt is not there",
+        "marked.js is not the file of page.json",
+        "more.js is not in page.json",
+    ]
+
+
+def test_a_package_is_copied_if_it_is_the_locked_one(tmp_path: Path) -> None:
+    package = tmp_path / "one-1.0.0.tgz"
+    with tarfile.open(package, "w:gz") as archive:
+        (tmp_path / "a.js").write_text("the library")
+        archive.add(tmp_path / "a.js", "package/lib/a.js")
+    lock = {
+        "integrity": vendor.integrity_of(package),
+        "files": {"b.js": {"source": "lib/a.js", "sha256": ""}},
+    }
+    vendor.copy(package, lock, tmp_path)
+    assert (tmp_path / "b.js").read_text() == "the library"
+    assert lock["files"] == {
+        "b.js": {"source": "lib/a.js", "sha256": hashlib.sha256(b"the library").hexdigest()}
+    }
+    package.write_bytes(package.read_bytes() + b"x")
+    with pytest.raises(ValueError, match="is locked"):
+        vendor.copy(package, lock, tmp_path)
 
 
 class Advisories(ThreadingHTTPServer):

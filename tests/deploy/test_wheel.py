@@ -53,9 +53,13 @@ def test_the_wheel_has_the_protos_and_the_bundled_files(wheel: Path) -> None:
     assert protos and protos <= names
     bundled = {f"baton_loadtest/bundled/{name}" for name in ("chat.toml", "trace.jsonl")}
     assert bundled | {"batonlm/models/baton-tiny/model.safetensors"} <= names
+    page = {f"batonlm/router/api/http/page/{file.relative_to(PAGE)}" for file in PAGE.rglob("*.*")}
+    assert "batonlm/router/api/http/page/vendor/marked.js" in page and page <= names
+    assert any(name.endswith("/licenses/NOTICE") for name in names)
 
 
 PROTOS = list((ROOT / "protos").rglob("*.proto"))
+PAGE = ROOT / "services" / "batonlm" / "router" / "api" / "http" / "page"
 
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:

@@ -54,9 +54,11 @@ _DOCS_HEADERS = {
     **_NO_SNIFF,
 }
 _PLAYGROUND_HEADERS = {
-    # The browser runs only these scripts, which may call only this router.
+    # The browser runs only these scripts, which may call only this router. It refuses markup and
+    # code that a script makes of text (trusted types), whoever wrote the text.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    f"connect-src 'self'; img-src data:; {_CONFINED}",
+    "connect-src 'self'; img-src data:; require-trusted-types-for 'script'; "
+    f"trusted-types 'none'; {_CONFINED}",
     **_NO_SNIFF,
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -225,12 +227,14 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 def playground_routes() -> list[Route]:
     """Returns GET / and /playground/…: a static page with its scripts and styles, read once."""
     routes = []
-    for entry in sorted((_FILES / "page").iterdir(), key=lambda entry: entry.name):
-        if entry.is_file():
-            path = "/" if entry.name == "index.html" else f"/playground/{entry.name}"
-            kind = _KINDS[entry.name.rpartition(".")[2]]
-            page = Response(entry.read_bytes(), headers=_PLAYGROUND_HEADERS, media_type=kind)
-            routes.append(_static(path, page))
+    for folder in ("", "vendor/"):
+        for entry in (_FILES / "page" / folder).iterdir():
+            kind = _KINDS.get(entry.name.rpartition(".")[2])
+            if entry.is_file() and kind is not None:
+                name = folder + entry.name
+                path = "/" if name == "index.html" else f"/playground/{name}"
+                page = Response(entry.read_bytes(), headers=_PLAYGROUND_HEADERS, media_type=kind)
+                routes.append(_static(path, page))
     return routes
 
 

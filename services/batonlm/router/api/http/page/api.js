@@ -1,5 +1,7 @@
 // A client of this router's OpenAI API, independent of the page.
 
+const LIST_TIMEOUT_MS = 10_000;
+
 export class ApiError extends Error {
   // status: 0 without an answer. retryAfter: seconds, or null.
   constructor(message, status, retryAfter = null) {
@@ -32,20 +34,28 @@ async function ask(path, options) {
   throw new ApiError(message, response.status, Number.isFinite(after) ? after : null);
 }
 
-// Returns the names of the models served.
-export async function models(key) {
-  const response = await ask("v1/models", { headers: headers(key) });
-  return (await response.json()).data.map((model) => model.id);
+async function json(path, key) {
+  const signal = AbortSignal.timeout(LIST_TIMEOUT_MS);
+  const response = await ask(path, { headers: headers(key), signal });
+  try {
+    return await response.json();
+  } catch {
+    throw new ApiError("The router's answer broke off.", 0);
+  }
 }
 
-// The outcome of one answer. id: of its chunks.
-export async function explained(id, key) {
-  const response = await ask(`requests/${encodeURIComponent(id)}`, { headers: headers(key) });
-  return response.json();
+// Returns the names of the models served.
+export async function models(key) {
+  return (await json("v1/models", key)).data.map((model) => model.id);
+}
+
+// Returns the router's record of one answer. id: of its chunks.
+export function explained(id, key) {
+  return json(`requests/${encodeURIComponent(id)}`, key);
 }
 
 // Yields the chunks of one streamed answer. A complete answer ends with a chunk that has `usage`, and
-// `baton` if the router sends timings.
+// `baton` if the router sends timings. Each has `seed`, the seed in use, as a string.
 export async function* chat(body, key, signal) {
   const response = await ask("v1/chat/completions", {
     method: "POST",
@@ -53,6 +63,7 @@ export async function* chat(body, key, signal) {
     body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
+  const seed = response.headers.get("x-baton-seed");
   let counted = false;
   for await (const data of events(response.body)) {
     if (data === "[DONE]" && counted) return;
@@ -60,7 +71,7 @@ export async function* chat(body, key, signal) {
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message, response.status);
     counted ||= Boolean(chunk.usage);
-    yield chunk;
+    yield { ...chunk, seed };
   }
   throw new ApiError("The answer broke off.", 0);
 }

@@ -1,87 +1,160 @@
-// One turn of the conversation on the page: the prompt, the answer, and its details.
+// One turn of a conversation on the page: the prompt, the answer, and what the relay did for it.
 
-import { make, seconds } from "./dom.js";
-import { explanation } from "./explain.js";
-import { timings } from "./timings.js";
+import { announce, button, copier, make, seconds } from "./dom.js";
+import { Markdown } from "./markdown.js";
+import { brief, telemetry } from "./telemetry.js";
+
+const SPOKEN = 2000; // Characters of an answer that are read aloud by themselves.
+const ENDINGS = {
+  stopped: "Stopped.",
+  running: "The page was closed while this was being answered.",
+  length: "The answer is cut at its greatest length.",
+};
+
+// What is kept of a turn. state: running, finished, stopped or failed. usage, baton: of the last chunk.
+// record: the router's, see telemetry.js.
+export function newTurn(prompt) {
+  return { prompt, text: "", thought: "", state: "running", finish: null, error: null, model: null, id: null, seed: null, usage: null, baton: null, record: null };
+}
 
 export class Turn {
-  constructor(prompt) {
-    this.text = "";
-    this.thought = make("p", { className: "thought", hidden: true });
-    this.answer = make("p", { className: "text" });
+  // on: its Chat, which is called to edit(turn, text) and for again(turn). open: whether numbers are shown.
+  constructor(data, on, open) {
+    this.data = data;
+    this.on = on;
+    this.asked = make("div", { className: "asked" });
+    this.thought = make("p", { className: "thought", dir: "auto" });
+    this.thinking = make("details", { className: "thinking", hidden: true, open: data.state === "running" });
+    this.thinking.append(make("summary", { textContent: "Reasoning" }), this.thought);
+    this.answer = new Markdown();
     this.notes = make("div", { className: "notes" });
-    this.beside = make("div", { className: "beside" });
-    this.body = make("article", { className: "answer running", "aria-label": "Answer" });
-    this.body.append(this.thought, this.answer, this.notes);
-    this.element = make(
-      "li",
-      { className: "turn" },
-      make("p", { className: "asked", textContent: prompt }),
-      this.body,
-      this.beside,
-    );
+    this.actions = make("div", { className: "actions" });
+    this.body = make("article", { className: "answer", "aria-label": "Answer" });
+    this.body.append(this.thinking, this.answer.element, this.notes, this.actions);
+    this.brief = make("summary");
+    this.numbers = make("div", { className: "numbers" });
+    this.beside = make("details", { className: "beside", open, "aria-label": "What the relay did" }, this.brief, this.numbers);
+    this.element = make("li", { className: "turn" }, this.asked, this.body, this.beside);
+    this.showPrompt();
+    this.thoughts(data.thought);
+    this.answer.append(data.text);
+  }
+
+  // The beginning of an answer.
+  begin() {
     this.began = performance.now();
-    this.chunks = 0;
-    this.beside.append(make("p", { className: "hint waiting", textContent: "Waiting …" }));
+    this.body.classList.add("running");
+    this.body.setAttribute("aria-busy", "true");
+    this.brief.textContent = "Waiting …";
+    this.numbers.replaceChildren(make("p", { className: "hint waiting", textContent: "Waiting …" }));
   }
 
   add(delta) {
     const thought = delta.reasoning_content ?? delta.reasoning;
+    if (!thought && !delta.content) return;
     if (thought) {
-      this.thought.hidden = false;
-      this.thought.append(thought);
+      this.data.thought += thought;
+      this.thoughts(thought);
     }
     if (delta.content) {
-      this.text += delta.content;
+      this.data.text += delta.content;
       this.answer.append(delta.content);
     }
-    if (thought || delta.content) {
-      if (!this.chunks) this.firstAt = performance.now();
-      this.chunks += 1;
-      this.show();
-    }
-  }
-
-  // While it runs: what this page has measured. The router's own numbers arrive at the end.
-  show() {
+    // What this page measures. The router's own numbers arrive at the end.
     const now = performance.now();
-    const parts = [`First text after ${seconds((this.firstAt - this.began) / 1000)}`];
-    parts.push(`${seconds((now - this.began) / 1000)} so far`);
-    this.beside.firstChild.textContent = parts.join(" · ");
+    this.firstAt ??= now;
+    const first = `First text after ${seconds((this.firstAt - this.began) / 1000)}`;
+    this.brief.textContent = `${first} · ${seconds((now - this.began) / 1000)} so far`;
+    this.numbers.firstChild.textContent = this.brief.textContent;
   }
 
-  // explain: returns the router's record of it.
-  finish(usage, baton, explain) {
-    this.end();
-    this.beside.replaceChildren(...timings(usage, baton));
-    if (baton) this.beside.append(explanation(explain));
+  thoughts(text) {
+    if (!text) return;
+    this.thinking.hidden = false;
+    this.thought.append(text);
   }
 
-  stopped() {
-    this.end();
-    this.notes.append(make("p", { className: "hint", textContent: "Stopped." }));
-    this.beside.replaceChildren();
-  }
-
-  // Why the answer is missing or incomplete; `again` is called to try again.
-  fail(error, again) {
-    this.end();
-    const button = make("button", { type: "button", className: "quiet", textContent: "Try again" });
-    button.addEventListener("click", again);
-    const box = make("div", { className: "failure", role: "alert" });
-    box.append(make("p", { textContent: error.message }), button);
-    this.notes.append(box);
-    this.beside.replaceChildren();
-    if (error.retryAfter) this.countDown(button, Math.ceil(error.retryAfter));
-  }
-
-  countDown(button, left) {
-    button.disabled = left > 0;
-    button.textContent = left > 0 ? `Try again in ${left} s` : "Try again";
-    if (left > 0) setTimeout(() => this.countDown(button, left - 1), 1000);
-  }
-
-  end() {
+  // Shows a turn that is over. error: how it failed just now, or undefined.
+  end(error) {
+    const { data } = this;
     this.body.classList.remove("running");
+    this.body.removeAttribute("aria-busy");
+    this.answer.end();
+    this.notes.replaceChildren();
+    if (data.state === "failed") this.failure(error);
+    const note = ENDINGS[data.state] ?? ENDINGS[data.finish];
+    if (note) this.notes.append(make("p", { className: "hint", textContent: note }));
+    const copy = copier(() => data.text, { "aria-label": "Copy the answer" });
+    this.again = button("Regenerate", () => this.on.again(this), { className: "small again", hidden: data.state === "failed" });
+    this.actions.replaceChildren(...(data.text ? [copy] : []), this.again);
+    if (data.model) this.actions.append(make("span", { className: "hint", textContent: data.model }));
+    this.measured();
+  }
+
+  measured() {
+    this.brief.textContent = brief(this.data);
+    this.numbers.replaceChildren(...telemetry(this.data));
+  }
+
+  speak() {
+    const { text, state } = this.data;
+    const rest = text.length > SPOKEN ? " … The answer goes on." : "";
+    announce(`${state === "stopped" ? "Stopped" : "Answer"}: ${text.slice(0, SPOKEN)}${rest}`);
+  }
+
+  // Why the answer is missing or incomplete.
+  failure(error) {
+    const again = button("Try again", () => this.on.again(this), { className: "quiet again" });
+    const message = make("p", { textContent: this.data.error });
+    const box = make("div", { className: "failure" }, message, again);
+    if (error) box.setAttribute("role", "alert");
+    this.notes.append(box);
+    if (error?.retryAfter) this.countDown(again, Math.ceil(error.retryAfter));
+  }
+
+  countDown(again, left) {
+    again.disabled = left > 0;
+    again.textContent = left > 0 ? `Try again in ${left} s` : "Try again";
+    if (left > 0) setTimeout(() => this.countDown(again, left - 1), 1000);
+  }
+
+  // Only the newest answer can be made again, because later turns build on it.
+  newest(is) {
+    this.body.classList.toggle("newest", is);
+  }
+
+  showPrompt() {
+    const edit = button("Edit", () => this.edit(), { "aria-label": "Edit this message" });
+    const copy = copier(() => this.data.prompt, { "aria-label": "Copy this message" });
+    const text = make("p", { className: "prompt", dir: "auto", textContent: this.data.prompt });
+    this.asked.replaceChildren(text, make("div", { className: "actions" }, edit, copy));
+  }
+
+  edit() {
+    const area = make("textarea", { value: this.data.prompt, dir: "auto", "aria-label": "Edited message" });
+    const stop = () => {
+      this.showPrompt();
+      this.asked.querySelector("button").focus();
+    };
+    const send = () => {
+      const text = area.value.trim();
+      if (text) this.on.edit(this, text);
+    };
+    const sending = button("Send", send, { className: "" });
+    const foot = make("div", { className: "actions" }, sending, button("Cancel", stop, { className: "quiet" }));
+    const note = make("p", { className: "hint", textContent: "What follows this message is replaced." });
+    this.asked.replaceChildren(make("div", { className: "editing" }, area, foot, note));
+    area.addEventListener("keydown", (event) => {
+      if (event.isComposing) return;
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        stop();
+      }
+      if (event.key === "Enter" && !event.shiftKey) {
+        event.preventDefault();
+        send();
+      }
+    });
+    area.focus();
   }
 }
