@@ -18,6 +18,8 @@ BENCHMARKS = {
     "relay": "five processes against the same engine in one process",
     "engine": "the engine against what one would run instead (3 minutes; with --peers 9, and with "
     "--shape 500m 40)",
+    "offline": "a model in one process (`batonlm.LLM`) against `baton up` with its client, and "
+    "transformers (3 minutes)",
     "cost": "what a step, a prompt, the scheduler and the blocks cost (4 minutes)",
     "batching": "continuous against static batching, one engine (3 minutes)",
     "stalls": "what arriving long prompts do to sequences that run (4 minutes)",

@@ -300,10 +300,10 @@ def check_machine(options: UpOptions) -> None:
     model, which is fetched if necessary. Raises BatonError naming the option."""
     _check_installed(options)
     _check_ports(options)
-    _check_folder(resolve_model(options.model)[0])
+    check_folder(resolve_model(options.model)[0])
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Raises InvalidArgument if a folder lacks a file that the processes read at their start."""
     for file, what in (("config.json", "configuration"), ("tokenizer.json", "tokenizer")):
         if not (folder / file).is_file():

@@ -31,13 +31,8 @@ def serve(
     `run_worker`."""
 
     def policy(settled: WorkerOptions) -> SchedulerPolicy:
-        return SchedulerPolicy(
-            max_sequences=settled.max_running,
-            token_budget=settled.max_running + settled.step_tokens,
-            prefill_budget=settled.step_tokens,
-            target_step_s=config.inter_token_ms / 1000,
-            limit=settled.queue_limit,
-        )
+        assert isinstance(settled, DecodeConfig)
+        return settled.policy
 
     def service(parts: WorkerParts) -> tuple[DecodeService, Service]:
         receiver = KvReceiver(

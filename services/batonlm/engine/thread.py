@@ -192,8 +192,13 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        await asyncio.to_thread(self._copies.close)
-        await asyncio.to_thread(self._thread.join, self._stop_timeout_s)
+        try:
+            await asyncio.to_thread(self._copies.close)
+            await asyncio.to_thread(self._thread.join, self._stop_timeout_s)
+        except RuntimeError:
+            # The interpreter exits, and no other thread can wait any more.
+            self._copies.close()
+            self._thread.join(self._stop_timeout_s)
         if self._thread.is_alive():
             logger.error("the engine's step did not end within %g s", self._stop_timeout_s)
 

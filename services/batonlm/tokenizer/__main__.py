@@ -18,18 +18,11 @@ from batonlm.rpc.model_folder import tokenizer_digest
 from batonlm.rpc.server import Probes, ProcessServer, Service
 from batonlm.rpc.worker import worker_service
 from batonlm.tokenizer.config import TokenizerConfig
-from batonlm.tokenizer.encoder import Encoder, TokenizerFiles, load_tokenizer
+from batonlm.tokenizer.encoder import CACHE_BYTES, Encoder, TokenizerFiles, load_tokenizer
 from batonlm.tokenizer.grammar_checker import Checker
-from batonlm.tokenizer.renderers import Renderers
+from batonlm.tokenizer.renderers import RENDER_CPU_S, Renderers
 from batonlm.tokenizer.servicer import BatchExecutor, TokenizerServicer, give_way
 from batonlm.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
-
-RENDER_CPU_S = 0.25
-"""Seconds of CPU time that a chat template may take. Those of models take milliseconds; more is an
-attack by the texts of a conversation, or by a client's own template."""
-
-CACHE_BYTES = 64 << 20
-"""Size of the ids of encoded conversations that are kept for when they grow."""
 
 GRAMMAR_CPU_S = 1.0
 """Seconds of CPU time that compiling a grammar may take."""

@@ -244,6 +244,9 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 Encode = Callable[[Sequence[str]], "Sequence[array[int]]"]
 """Encodes each text by itself, without adding special tokens."""
 
+CACHE_BYTES = 64 << 20
+"""Size of a PrefixCache: the ids of encoded conversations that are kept for when they grow."""
+
 MIN_CHARACTERS = 1024
 """Shorter texts bypass the cache: encoding them is faster than a look-up."""
 MAX_CUTS = 4096
@@ -511,6 +514,8 @@ class Encoder:
             return work
         except BatonError as error:
             return error
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # a panic of the Rust library is not an Exception
             return _failed(error)
 
@@ -526,6 +531,8 @@ class Encoder:
             return
         try:
             found = self._encode_texts([work.text for work in works], add_special_tokens)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             if len(works) == 1:
                 works[0].error = _failed(error)
@@ -552,6 +559,8 @@ class Encoder:
             (text,) = self._tokenizer.decode_batch(
                 [token_ids], skip_special_tokens=skip_special_tokens
             )
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # as above
             raise Internal("the tokenizer failed on these ids") from error
         return str(text)

@@ -79,6 +79,10 @@ def _tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+RENDER_CPU_S = 0.25
+"""Seconds of CPU time that a chat template may take. Those of models take milliseconds; more is an
+attack by the texts of a conversation, or by a client's own template."""
+
 START_S = 30.0
 RETRY_AFTER_S = 1.0
 _CLOCK_PER_CPU = 10.0

@@ -1,4 +1,4 @@
-"""Opens the runner for a worker's options, and reports the progress of loading.
+"""Opens runner, scheduler and grammars for a worker's options, and reports progress of loading.
 
 torch is imported only when a torch runner is opened, after the thread policy is set.
 """
@@ -6,6 +6,7 @@ torch is imported only when a torch runner is opened, after the thread policy is
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,16 +14,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.kvcache.cache_events import OnChange
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.core.scheduler.policy import SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.engine.config import MIB, EngineConfig, configure_threads
 from batonlm.engine.ranks.machines import RankMachines
 from batonlm.engine.ranks.processes import RankProcesses
 from batonlm.engine.ranks.runner import RankedRunner, Ranks
 from batonlm.engine.ranks.tcp import key_of
+from batonlm.grammar.book import GrammarBook
+from batonlm.grammar.compiler import load_vocabulary
 from batonlm.rpc.address import split
 from batonlm.rpc.lifecycle import PARENT_VARIABLE
-from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.rpc.model_folder import special_tokens, tokenizer_digest
 from batonlm.worker.options import DecodeConfig, WorkerOptions
+
+log = logging.getLogger(__name__)
 
 Loading = Callable[[int, int], None]
 """Called as loading(loaded bytes, total bytes)."""
@@ -44,10 +55,17 @@ _OPTION_NAMES = {
 """The worker's options by the engine's fields, for error messages."""
 
 
-def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: None) -> ModelRunner:
+def open_runner(
+    options: WorkerOptions,
+    loading: Loading = lambda done, total: None,
+    *,
+    own_process: bool = True,
+) -> ModelRunner:
     """Loads the model. Takes seconds to minutes. Raises InvalidArgument with a readable reason.
 
-    loading: called with the progress, besides the process's own report.
+    loading: called with the progress, besides the process's own report. own_process: False where
+    the engine is a guest of a program that has imported torch already: then how threads wait cannot
+    be chosen any more, see `configure_threads`.
     """
     folder = Path(options.model)
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
@@ -55,7 +73,8 @@ def open_runner(options: WorkerOptions, loading: Loading = lambda done, total: N
         config = engine_config(options, digest)
         if options.tensor_parallel * options.pipeline_parallel > 1:
             return _open_ranks(options, config, _to_all(loading, _loading()))
-        configure_threads(options.threads)
+        if own_process or "torch" not in sys.modules:
+            configure_threads(options.threads)
         from batonlm.engine.footprint import foresee
         from batonlm.engine.runner import TorchRunner
 
@@ -120,6 +139,37 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         swap_disk_bytes=options.swap_disk_mib * MIB,
         swap_folder=options.swap_folder,
     )
+
+
+def engine_loop(
+    runner: ModelRunner,
+    policy: SchedulerPolicy,
+    report: OnChange = lambda change: None,
+) -> EngineLoop:
+    """A runner with a scheduler and a pool of its own. report: called with every change of the
+    prefix cache."""
+    pool = BlockPool(runner.num_blocks, runner.block_size, report)
+    blocks = runner.num_swap_blocks
+    return EngineLoop(runner, Scheduler(pool, policy, runner.model, num_swap_blocks=blocks))
+
+
+def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
+    """The worker's GrammarBook. May take a second. Without a tokenizer in the model's folder it
+    refuses all grammars."""
+    folder = Path(options.model)
+    if not (folder / "tokenizer.json").is_file():
+        return GrammarBook(None)
+    try:
+        tokenizer = load_vocabulary(
+            folder,
+            special=special_tokens(folder).values(),
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        )
+    except InvalidArgument as error:
+        log.warning("%s; requests for structured output will be refused", error.message)
+        return GrammarBook(None)
+    return GrammarBook(tokenizer)
 
 
 def is_exact(runner: ModelRunner) -> bool:

@@ -48,7 +48,15 @@ class Sizes:
     """See the option."""
 
 
-_ON_CPU = {"prefill": Sizes(512, 64, CPU_SHARE), "decode": Sizes(256, 64, CPU_SHARE)}
+OFFLINE = "offline"
+"""The role of an engine that works for nobody who waits: it does what both roles do, and a step
+takes as many prompt tokens as a prefill worker's."""
+
+_ON_CPU = {
+    "prefill": Sizes(512, 64, CPU_SHARE),
+    "decode": Sizes(256, 64, CPU_SHARE),
+    OFFLINE: Sizes(512, 64, CPU_SHARE),
+}
 """512 prompt tokens occupy all cores, and one such step of an 8B model takes more than a second
 already; a decode step has half, because running sequences wait for it."""
 
@@ -90,7 +98,7 @@ def sizes(role: str, memory_bytes: int | None, weights_bytes: int) -> Sizes:
         for most, prefill, decode in _STEP_TOKENS
         if most is None or 0 < weights_bytes <= most * _GIB
     )
-    tokens = prefill if role == "prefill" else decode
+    tokens = decode if role == "decode" else prefill
     return Sizes(min(tokens, most_tokens or tokens), running, GPU_SHARE)
 
 
@@ -158,7 +166,7 @@ def settled(role: str, options: WorkerOptions) -> Iterator[Settled]:
             if not getattr(options, name)
         }
         # Prompts are not recorded: a prefill worker would record decode steps that it never runs.
-        graphs = options.graphs and role == "decode"
+        graphs = options.graphs and role != "prefill"
         made = replace(options, device="cuda" if gpus else "cpu", graphs=graphs, **chosen)
         given = f"{size(weights)} of weights" if weights else "weights of unknown size"
         texts = [where, *(f"{name}={value}" for name, value in chosen.items())]

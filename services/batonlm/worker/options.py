@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.core.scheduler.policy import QueueLimit
+from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
 from batonlm.engine.config import CHOICES
 from batonlm.rpc.address import split
 from batonlm.rpc.config import option
@@ -201,3 +201,14 @@ class DecodeConfig(WorkerOptions):
         0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
     )
     swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
+
+    @property
+    def policy(self) -> SchedulerPolicy:
+        """The scheduler's, of options without open choices."""
+        return SchedulerPolicy(
+            max_sequences=self.max_running,
+            token_budget=self.max_running + self.step_tokens,
+            prefill_budget=self.step_tokens,
+            target_step_s=self.inter_token_ms / 1000,
+            limit=self.queue_limit,
+        )

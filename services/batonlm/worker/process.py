@@ -20,22 +20,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from batonlm.core.errors import Internal, InvalidArgument
-from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.kvcache.cache_events import CacheLog, Change
-from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.policy import SchedulerPolicy
-from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
-from batonlm.grammar.compiler import load_vocabulary
 from batonlm.rpc import config as configuration
 from batonlm.rpc import metrics
 from batonlm.rpc.address import is_loopback, join, split
@@ -43,7 +39,6 @@ from batonlm.rpc.channels import Channels
 from batonlm.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from batonlm.rpc.logs import setup
 from batonlm.rpc.loop import freeze_garbage
-from batonlm.rpc.model_folder import special_tokens
 from batonlm.rpc.server import ProcessServer, Service
 from batonlm.rpc.tracing import Tracer
 from batonlm.rpc.worker import worker_service
@@ -53,7 +48,7 @@ from batonlm.transfer.stats import HandoverStats
 from batonlm.transfer.transports import Staging
 from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
-from batonlm.worker.engine import OpenRunner, open_runner
+from batonlm.worker.engine import OpenRunner, engine_loop, open_book, open_runner
 from batonlm.worker.hardware import Settled, settled
 from batonlm.worker.options import WorkerOptions
 from batonlm.worker.report import WorkerReport, count_step, describe, export_handovers
@@ -95,25 +90,6 @@ def network_of(declared: str, hosts: Sequence[str]) -> KvNetwork:
             field="kv_network",
         )
     return KvNetwork.LOCAL
-
-
-def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:
-    """The worker's GrammarBook. May take a second. Without a tokenizer in the model's folder it
-    refuses all grammars."""
-    folder = Path(options.model)
-    if not (folder / "tokenizer.json").is_file():
-        return GrammarBook(None)
-    try:
-        tokenizer = load_vocabulary(
-            folder,
-            special=special_tokens(folder).values(),
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-        )
-    except InvalidArgument as error:
-        log.warning("%s; requests for structured output will be refused", error.message)
-        return GrammarBook(None)
-    return GrammarBook(tokenizer)
 
 
 PROBE_INTERVAL_S = 10.0
@@ -185,10 +161,7 @@ async def _run_settled(
 
     def make_loop() -> EngineLoop:
         runner = open_runner(options, probes.startup.weights)
-        pool = BlockPool(runner.num_blocks, runner.block_size, changes.append)
-        blocks = runner.num_swap_blocks
-        scheduler = Scheduler(pool, policy, runner.model, num_swap_blocks=blocks)
-        made.append(EngineLoop(runner, scheduler))
+        made.append(engine_loop(runner, policy, changes.append))
         return made[0]
 
     def deliver(events: list[Event]) -> None:

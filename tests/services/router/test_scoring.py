@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.core.request.first_attempt import check_size
 from batonlm.core.request.prompt_logprobs import MAX_BYTES
 from batonlm.core.request.request import (
     FinishReason,
@@ -16,7 +17,6 @@ from batonlm.core.request.request import (
     TokenPrompt,
 )
 from batonlm.router.config import RouterConfig
-from batonlm.router.request.preparation import check_size
 from batonlm.testing import language
 from tests.services.router.conftest import Answer, World, read, until
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from batonlm.core.request.attempt import Logprobs
+from batonlm.core.request.request import TextLogprob, TokenLogprobs
 
 _BYTES = 4
 """Bytes per number."""
@@ -53,6 +54,20 @@ class PromptLogprobs:
         for i, own in enumerate(_floats(self.own)):
             part = slice(i * size, (i + 1) * size)
             yield Logprobs(own, tuple(zip(top_ids[part], top[part], strict=True)))
+
+    def worded(
+        self, prompt: Sequence[int], spelled: Callable[[int], bytes]
+    ) -> Iterator[TokenLogprobs]:
+        """Yields one entry per token of the prompt; the number of the first one has no meaning,
+        because no token precedes it. spelled: the bytes of a token."""
+
+        def word(token_id: int, logprob: float) -> TextLogprob:
+            return TextLogprob(token_id, spelled(token_id), logprob)
+
+        yield TokenLogprobs(word(prompt[0], 0.0))
+        for token_id, entry in zip(prompt[1:], self.entries(), strict=True):
+            top = tuple(word(other, value) for other, value in entry.top)
+            yield TokenLogprobs(word(token_id, entry.logprob), top)
 
     def alternatives(self) -> set[int]:
         """Returns the ids of all alternatives, each once."""

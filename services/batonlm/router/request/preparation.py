@@ -7,26 +7,28 @@ score the prompt, if requested → RequestRunner
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from batonlm.core.errors import ContextLengthExceeded, InvalidArgument, Unavailable, model_not_found
-from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
+from batonlm.core.errors import InvalidArgument, Unavailable, model_not_found
 from batonlm.core.observe.request_record import Replay, packed
 from batonlm.core.observe.stages import Stage
 from batonlm.core.request.answers import AnswerDeltas, AnswerRules
 from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.first_attempt import (
+    check_size,
+    check_vocabulary,
+    drawn_seed,
+    first_attempt,
+    resolve_stop,
+    scoring,
+    truncated,
+)
 from batonlm.core.request.model import ModelDescription
-from batonlm.core.request.prompt_logprobs import MAX_BYTES, PromptLogprobs, entries_bytes
 from batonlm.core.request.request import (
     Accepted,
-    Request,
-    SamplingParams,
-    StopParams,
-    TextLogprob,
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
@@ -46,94 +48,8 @@ WORDED_AT_ONCE = 1024
 """Log-probability entries that are converted to text before the event loop yields."""
 
 
-def check_size(request: Request, num_prompt: int) -> None:
-    """Raises InvalidArgument when the requested information about one prompt is too large."""
-    num_top = request.prompt_logprobs
-    if num_top is not None and entries_bytes(num_prompt, num_top) > MAX_BYTES:
-        most = MAX_BYTES // entries_bytes(1, num_top)
-        raise InvalidArgument(
-            f"prompt_logprobs with {num_top} alternatives are told of prompts of at most {most} "
-            f"tokens; this one has {num_prompt}.",
-            field="prompt_logprobs",
-        )
-
-
-async def _worded(
-    prompt: tuple[int, ...], found: PromptLogprobs, texts: dict[int, bytes]
-) -> tuple[TokenLogprobs, ...]:
-    def word(token_id: int, logprob: float) -> TextLogprob:
-        return TextLogprob(token_id, texts[token_id], logprob)
-
-    entries = [TokenLogprobs(word(prompt[0], 0.0))]
-    for token_id, entry in zip(prompt[1:], found.entries(), strict=True):
-        top = tuple(word(other, value) for other, value in entry.top)
-        entries.append(TokenLogprobs(word(token_id, entry.logprob), top))
-        if not len(entries) % WORDED_AT_ONCE:
-            await asyncio.sleep(0)
-    return tuple(entries)
-
-
-def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> StopParams:
-    """Checks that prompt and output fit the model, and fills in the longest output. Raises
-    InvalidArgument."""
-    if num_prompt == 0:
-        raise InvalidArgument("The prompt has no tokens.", field="prompt")
-    room = model.max_model_len - num_prompt
-    if room < max(1, request.max_tokens or 0):
-        raise ContextLengthExceeded(
-            f"This model's context is {model.max_model_len} tokens: {num_prompt} of prompt and "
-            f"{request.max_tokens or 'at least 1'} of output do not fit.",
-            field="prompt" if room < 1 else "max_tokens",
-        )
-    max_tokens = room if request.max_tokens is None else request.max_tokens
-    if request.min_tokens > max_tokens:
-        raise InvalidArgument(
-            f"min_tokens must be at most {max_tokens}, the longest output.", field="min_tokens"
-        )
-    return StopParams(
-        max_tokens=max_tokens,
-        min_tokens=request.min_tokens,
-        stop_token_ids=request.stop_token_ids,
-        ignore_eos=request.ignore_eos,
-        stop_strings=request.stop_strings,
-        include_stop_string=request.include_stop_string,
-    )
-
-
-def check_vocabulary(request: Request, model: ModelDescription) -> None:
-    """Raises InvalidArgument for token ids outside the vocabulary, which a worker would use as
-    indices."""
-    fields = {
-        "stop_token_ids": request.stop_token_ids,
-        "allowed_token_ids": request.sampling.allowed_token_ids,
-        "logit_bias": tuple(token_id for token_id, _ in request.sampling.logit_bias),
-    }
-    for field, token_ids in fields.items():
-        if any(token_id >= model.vocab_size for token_id in token_ids):
-            raise InvalidArgument(
-                f"{field} must hold token ids below {model.vocab_size}.", field=field
-            )
-
-
-def truncated(
-    request: Request, prompt: tuple[int, ...], prefix_hashes: bytes, model: ModelDescription
-) -> tuple[tuple[int, ...], bytes]:
-    """Returns the prompt truncated as requested, and the hashes that still apply to it."""
-    most = request.truncate_prompt_tokens
-    if most == -1:
-        most = model.max_model_len - max(1, request.max_tokens or 1)
-    if most is None or most < 1 or len(prompt) <= most:
-        return prompt, prefix_hashes
-    if request.truncation_side == "right":
-        return prompt[:most], prefix_hashes[: most // UNIT_TOKENS * HASH_BYTES]
-    return prompt[-most:], b""
-
-
 NAMED_AT_ONCE = 4096
 """Tokens whose names are requested together."""
-
-SEED_BITS = 53
-"""Bits of a drawn seed: every JSON reader represents them exactly."""
 
 
 class Prepared(NamedTuple):
@@ -192,23 +108,9 @@ class Preparation:
         check_vocabulary(request, model)
         check_size(request, len(prompt))
         context.controller.settle(context, len(prompt), stop)
-        seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed
-        sampling = replace(request.sampling, seed=seed)
+        seed = drawn_seed(request)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
-        first = Attempt(
-            context.request_id,
-            attempt=0,
-            choices=tuple(range(request.n)),
-            token_ids=prompt,
-            num_prompt_tokens=len(prompt),
-            sampling=sampling,
-            stop=stop,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant.name,
-            weight=request.tenant.weight,
-            grammar=request.grammar,
-        )
+        first = first_attempt(request, context.request_id, prompt, seed, stop)
         accepted = Accepted(
             context.request_id,
             model.name,
@@ -224,7 +126,7 @@ class Preparation:
             stages.record.accepted(accepted.model, len(prompt), stop)
             if services.config.keep_replays:
                 stages.record.replay = Replay(
-                    model, packed(prompt), request.n, sampling, stop, request.grammar
+                    model, packed(prompt), request.n, first.sampling, stop, request.grammar
                 )
         opening = OpenText(
             stop_strings=request.stop_strings,
@@ -328,9 +230,7 @@ class Preparation:
         """Returns the log-probabilities of the prompt's tokens, if the request asks for them; the
         first entry has no meaning.
 
-        They come from a separate run before the request's own, on the same fleet. It generates one
-        token that is discarded, reuses no cached KV, because the logits of every position are
-        needed, and leaves its own KV in the prefix cache for the run that follows.
+        They come from a separate run before the request's own, on the same fleet (`scoring`).
         """
         num_top = context.request.prompt_logprobs
         if num_top is None:
@@ -338,19 +238,12 @@ class Preparation:
         stages = StageTimer(now(), context.stages.trace.part(SCORE))
         context = replace(context, request_id=f"{context.request_id}-prompt", stages=stages)
         prompt = first.token_ids
-        scoring = replace(
-            first,
-            request_id=context.request_id,
-            choices=(0,),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopParams(max_tokens=1, ignore_eos=True),
-            grammar=None,
-            prompt_logprobs=num_top,
-        )
         runner = RequestRunner(
             self._services,
             context,
-            RequestState(scoring, self._services.config.max_attempts),
+            RequestState(
+                scoring(first, context.request_id, num_top), self._services.config.max_attempts
+            ),
             model,
             OpenText(),
             prefix_hashes=b"",
@@ -366,7 +259,12 @@ class Preparation:
             words = TokenBytes(chain(prompt, found.alternatives()))
             digest = model.tokenizer_digest
             await Texts(self._services, context, [words], digest, lambda _: None).keep()
-            return await _worded(prompt, found, words.spelled)
+            entries = []
+            for entry in found.worded(prompt, words.spelled.__getitem__):
+                entries.append(entry)
+                if not len(entries) % WORDED_AT_ONCE:
+                    await asyncio.sleep(0)
+            return tuple(entries)
         except BaseException as failure:
             stages.over(failure)
             raise

@@ -1,0 +1,1 @@
+from batonlm.llm import LLM as LLM
