@@ -187,6 +187,48 @@ def test_full_storage_is_told_and_the_conversation_goes_on(
     page.kept(1)
 
 
+def test_a_browser_that_keeps_nothing_says_so(page: Page, url: str) -> None:
+    """Such as one in its private mode, or with storage forbidden for this page."""
+    refuse = (
+        "indexedDB.open = () => { throw new DOMException('no', 'SecurityError'); };"
+        "Storage.prototype.getItem = Storage.prototype.setItem = indexedDB.open;"
+    )
+    added = page.browser.execute_cdp_cmd(
+        "Page.addScriptToEvaluateOnNewDocument", {"source": refuse}
+    )
+    try:
+        page.open(url)
+        page.ready()
+        page.ask("hello")
+        page.answered(1)
+        page.ask("and")
+        page.answered(2)
+        assert "keeps no conversations" in page.text("#notice-text")
+        page.click("#notice-close")
+        assert not page.find("#notice").is_displayed()
+    finally:
+        page.browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_the_list_keeps_focus_and_typing_while_it_changes(page: Page, url: str) -> None:
+    page.open(url)
+    page.ready()
+    page.ask("hello")
+    page.answered(1)
+    page.run("document.querySelector(`[aria-label='Export hello']`).focus()")
+    with_store(page, "await store.save(newRow('of another tab'), { turns: [] });")
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.kept(2)
+    assert page.focused() == "Export hello"
+    page.click(".current button", "Rename")
+    page.keys("half a ti")
+    with_store(page, "await store.save(newRow('one more'), { turns: [] });")
+    page.run("document.dispatchEvent(new Event('visibilitychange'))")
+    page.keys("tle", Keys.ENTER)
+    page.kept(3)
+    assert "half a title" in titles(page)
+
+
 def test_a_message_and_a_code_block_are_copied(page: Page, url: str, frontend: Frontend) -> None:
     page.browser.execute_cdp_cmd(
         "Browser.grantPermissions",

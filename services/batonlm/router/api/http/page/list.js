@@ -25,8 +25,15 @@ export class List {
     } catch (error) {
       this.on.failed(error);
     }
-    field("chats-list").replaceChildren(...this.rows.map((row) => this.item(row)));
     field("delete-all").hidden = this.rows.length === 0;
+    const shown = field("chats-list");
+    if (shown.querySelector("input")) return; // A title is being typed, which ends with another call.
+    // The focus stays on the button that has it, although the button is another one.
+    const focused = document.activeElement.closest("#chats-list li");
+    const at = focused ? [...focused.querySelectorAll("button")].indexOf(document.activeElement) : -1;
+    shown.replaceChildren(...this.rows.map((row) => this.item(row)));
+    const again = focused && [...shown.children].find((item) => item.dataset.id === focused.dataset.id);
+    if (again) (again.querySelectorAll("button")[at] ?? again.querySelector("button")).focus();
   }
 
   item(row) {
@@ -36,6 +43,7 @@ export class List {
     const choose = make("button", { type: "button", className: "choose", title: date }, title);
     choose.addEventListener("click", () => this.on.choose(row.id));
     const item = make("li", { className: current ? "current" : "" }, choose);
+    item.dataset.id = row.id;
     if (!current) return item;
     choose.setAttribute("aria-current", "true");
     const about = (name) => ({ "aria-label": `${name} ${row.title}` });
@@ -54,7 +62,7 @@ export class List {
   rename(row, item) {
     const input = make("input", { type: "text", value: row.title, maxLength: LONGEST_TITLE, dir: "auto", "aria-label": "Title" });
     let over = false;
-    const end = async (keep) => {
+    const end = async (keep, byKey) => {
       if (over) return;
       over = true;
       const title = input.value.trim();
@@ -63,16 +71,17 @@ export class List {
       } catch (error) {
         this.on.failed(error);
       }
+      item.replaceChildren();
       await this.show();
-      this.focus();
+      if (byKey) document.querySelector("#chats-list .current .choose")?.focus();
     };
     input.addEventListener("keydown", (event) => {
       if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
       event.preventDefault();
       event.stopPropagation();
-      end(event.key === "Enter");
+      end(event.key === "Enter", true);
     });
-    input.addEventListener("blur", () => end(true));
+    input.addEventListener("blur", () => end(true, false));
     item.replaceChildren(input);
     input.select();
   }
@@ -117,9 +126,5 @@ export class List {
       make("div", { className: "actions" }, yes, button("Cancel", close, { className: "quiet" })),
     );
     dialog.showModal();
-  }
-
-  focus() {
-    document.querySelector("#chats-list .current .choose")?.focus();
   }
 }

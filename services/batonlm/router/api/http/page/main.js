@@ -89,9 +89,15 @@ const list = new List(store, {
   failed: (error) => notice(error.message),
 });
 
-function notice(text) {
-  field("notice").hidden = !text;
+// Shows a message above the composer until it is dismissed or what it is about has changed.
+function notice(text, about = "") {
+  field("notice").hidden = false;
+  field("notice").dataset.about = about;
   field("notice-text").textContent = text;
+}
+
+function endNotice(about) {
+  if (field("notice").dataset.about === about) field("notice").hidden = true;
 }
 
 function entitle() {
@@ -150,10 +156,14 @@ async function findModels() {
     select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen)));
     if (!names.length) select.append(new Option("no model", ""));
     select.disabled = names.length < 2;
-    notice(names.length ? "" : "No model is served yet. The page looks again every few seconds.");
-    if (!names.length) lookAgain = setTimeout(findModels, LOOK_AGAIN_MS);
+    if (names.length) {
+      endNotice("models");
+    } else {
+      notice("No model is served yet. The page looks again every few seconds.", "models");
+      lookAgain = setTimeout(findModels, LOOK_AGAIN_MS);
+    }
   } catch (error) {
-    notice(error.message);
+    notice(error.message, "models");
     if (error.status === 401) page.unauthorized();
     else lookAgain = setTimeout(findModels, LOOK_AGAIN_MS);
   }
@@ -195,7 +205,10 @@ for (const name of ["chats", "settings"]) {
   const toggle = field(`toggle-${name}`);
   toggle.addEventListener("click", () => open(name, toggle.getAttribute("aria-expanded") !== "true"));
 }
-field("notice-close").addEventListener("click", () => notice(""));
+field("notice-close").addEventListener("click", () => {
+  field("notice").hidden = true;
+  prompt.focus();
+});
 for (const suggestion of document.querySelectorAll(".suggestions button")) {
   suggestion.addEventListener("click", () => {
     if (!page.ready()) return;

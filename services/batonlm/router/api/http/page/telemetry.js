@@ -192,7 +192,7 @@ function explanation(record) {
 // Returns one line of it, for where there is little room.
 export function brief(data) {
   const found = numbers(data);
-  if (!found) return data.usage ? `${data.usage.completion_tokens} tokens` : "No timings";
+  if (!found) return data.usage ? `${data.usage.completion_tokens} tokens` : "";
   const first = found.first_token_s ? `First token ${seconds(found.first_token_s)}` : "No token";
   const speed = speedOf(found);
   const cached = Math.max(found.cached_tokens.prefill, found.cached_tokens.decode);
@@ -203,9 +203,7 @@ export function brief(data) {
 // Returns all of it, as elements. data: of a turn that is over.
 export function telemetry(data) {
   const found = numbers(data);
-  if (!found) {
-    return [hint(data.usage ? `${data.usage.completion_tokens} tokens. This router reports no timings.` : "The router has no timings of it.")];
-  }
+  if (!found) return data.usage ? [hint(`${data.usage.completion_tokens} tokens. This router reports no timings.`)] : [];
   const drawn = [tiles(found), ...bars(found)];
   if (found.workers.some((worker) => worker.role === "prefill")) {
     drawn.push(meter("prefill", found.cached_tokens.prefill, found.prompt_tokens));

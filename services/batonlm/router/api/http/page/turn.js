@@ -92,6 +92,9 @@ export class Turn {
   }
 
   measured() {
+    // Of a request that was refused there is nothing to show.
+    const { usage, record } = this.data;
+    this.beside.hidden = !usage && !record;
     this.brief.textContent = brief(this.data);
     this.numbers.replaceChildren(...telemetry(this.data));
   }
@@ -156,5 +159,6 @@ export class Turn {
       }
     });
     area.focus();
+    this.asked.scrollIntoView({ block: "nearest" });
   }
 }
