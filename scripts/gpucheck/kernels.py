@@ -180,7 +180,9 @@ def _backend(
     case: Case, kind: str, sequences: int, longest: int, device: str
 ) -> tuple[TritonBackend, KvLayout]:
     layout = KvLayout("", kind, 1, case.kv_heads, case.size, case.size)
-    shape = AttentionShape(layout, kind, case.heads // case.kv_heads, case.softcap is not None)
+    shape = AttentionShape(
+        layout, kind, kind, case.heads // case.kv_heads, case.softcap is not None
+    )
     backend = TritonBackend(
         shape,
         sequences * -(-longest // BLOCK),

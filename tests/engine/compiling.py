@@ -2,7 +2,7 @@
 
 Run as a program, because a process that interprets kernels cannot compile them:
     python compiling.py CAPABILITY SHARED_BYTES DTYPE PER_HEAD KEY_SIZE VALUE_SIZE WINDOW SOFTCAP \
-        LATENT
+        LATENT KEPT
 prints JSON: for each kernel its shared memory, its stack (which holds what registers cannot) and
 the matrix instructions in it.
 """
@@ -30,13 +30,10 @@ _FLOAT32 = {"tops", "totals", "outputs", "shares"}
 _INT64 = {"row_powers", "lane_powers", "found"}
 _OF_MODEL = {
     "query",
-    "keys",
-    "values",
     "target",
     "sinks",
     "source_keys",
     "source_values",
-    "wire",
     "hidden",
     "rows",
     "bias",
@@ -53,7 +50,12 @@ _OF_MODEL = {
 }
 
 
-def _type(name: str, dtype: str) -> str:
+_KEPT = {"keys", "values", "wire"}
+
+
+def _type(name: str, dtype: str, kept: str) -> str:
+    if name in _KEPT:
+        return "*" + kept
     if name in _OF_MODEL:
         return "*" + dtype
     if name in _FLOAT32:
@@ -66,10 +68,16 @@ def _type(name: str, dtype: str) -> str:
 
 
 def compiled(
-    kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int, stages: int
+    kernel: Any,
+    dtypes: tuple[str, str],
+    constants: dict[str, Any],
+    capability: int,
+    warps: int,
+    stages: int,
 ) -> dict[str, Any]:
+    """dtypes: the model's, and the one that KV is kept in."""
     names = kernel.arg_names
-    types = {name: _type(name, dtype) for name in names}
+    types = {name: _type(name, *dtypes) for name in names}
     aligned = [n for n, t in types.items() if n not in constants and (t[0] == "*" or "str" in n)]
     source = ASTSource(
         kernel,
@@ -152,6 +160,7 @@ def _experts(item_bytes: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str
 def main(arguments: list[str]) -> None:
     capability, shared_bytes = int(arguments[0]), int(arguments[1])
     dtype, per_head = arguments[2], int(arguments[3])
+    dtypes = dtype, arguments[9]
     key_size, value_size, window = map(int, arguments[4:7])
     latent = arguments[8] == "True"
     split = 1
@@ -160,7 +169,7 @@ def main(arguments: list[str]) -> None:
         together = shapes.latent_heads(per_head, *sizes)
         split, per_head = per_head // together, together
     small = shapes.decode_shape(per_head, *sizes, latent=latent)
-    large = shapes.prefill_shape(per_head, *sizes, latent=latent)
+    large = shapes.prefill_shape(per_head, *sizes, latent=latent, scaled=dtypes[1] in ("u8", "i8"))
     # Of latents, no values are kept.
     kept = {"VALUE_SIZE": 0, "KEY_PADDED": shapes.padded(key_size)} if latent else {}
     kernels: dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]] = {
@@ -196,9 +205,11 @@ def main(arguments: list[str]) -> None:
             **own,
         }
         constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
-        report[name] = compiled(kernel, dtype, constants, capability, shape.warps, shape.stages)
+        report[name] = compiled(kernel, dtypes, constants, capability, shape.warps, shape.stages)
     words = {"LANES": leaf_hash._LANES, "ROWS": leaf_hash._ROWS}
-    report["leaf hash"] = compiled(leaf_hash._leaves, dtype, words, capability, leaf_hash._WARPS, 3)
+    report["leaf hash"] = compiled(
+        leaf_hash._leaves, dtypes, words, capability, leaf_hash._WARPS, 3
+    )
     print(json.dumps(report))
 
 

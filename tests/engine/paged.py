@@ -13,7 +13,7 @@ from batonlm.core.request.model import KvLayout
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.attention.interface import LayerArguments
 from batonlm.engine.attention.triton.backend import TritonBackend
-from batonlm.engine.kv.cache import block_ids, places_of
+from batonlm.engine.kv.cache import DTYPES, block_ids, places_of, recoded
 from batonlm.engine.loader import AttentionShape
 from gpucheck.definition import attention
 
@@ -36,6 +36,8 @@ class Case:
     """Of each sequence, which positions are computed; those before only have their KV."""
     latent: bool = False
     """Whether values are the starts of keys, and not kept."""
+    kept: str = ""
+    """The type that KV is kept in; "" is dtype."""
 
     @property
     def longest(self) -> int:
@@ -48,7 +50,8 @@ class Case:
     @property
     def layout(self) -> KvLayout:
         value_size = 0 if self.latent else self.value_size
-        return KvLayout("d", self.dtype, 2, self.kv_heads, self.key_size, value_size)
+        kept = self.kept or self.dtype
+        return KvLayout("d", kept, 2, self.kv_heads, self.key_size, value_size)
 
 
 @dataclass
@@ -78,12 +81,18 @@ class Paged:
         self.device = torch.device(device)
         latent_size = case.value_size if case.latent else 0
         shape = AttentionShape(
-            case.layout, case.dtype, case.per_head, softcap=False, latent_size=latent_size
+            case.layout,
+            case.dtype,
+            case.layout.dtype,
+            case.per_head,
+            softcap=False,
+            latent_size=latent_size,
         )
         where = NUM_BLOCKS, case.block_size, self.device
         self.backend = TritonBackend(shape, *where, max_model_len=640, max_batch=4, exact=exact)
         self.cache = self.backend.memory
-        self.cache.storage.fill_(torch.nan)
+        # NaN as floats; codes with a scale of infinity.
+        self.cache.storage.view(torch.uint8).fill_(255)
         self.sequences, self.sinks = self._random(shift)
         self.arguments = LayerArguments(LAYER, case.scale, case.window, case.softcap, self.sinks)
         self.arguments = replace(self.arguments, latent=case.latent)
@@ -100,7 +109,7 @@ class Paged:
     def _random(self, shift: int) -> tuple[list[PagedSequence], torch.Tensor | None]:
         case = self.case
         generator = torch.Generator().manual_seed(7)
-        dtype = self.cache.storage.dtype
+        dtype = DTYPES[case.dtype]
         heads = case.kv_heads * case.per_head
 
         def tensor(*shape: int) -> torch.Tensor:
@@ -160,9 +169,12 @@ class Paged:
         return [self._attention(sequence, sequence.value.abs()) for sequence in self.sequences]
 
     def _attention(self, sequence: PagedSequence, value: torch.Tensor) -> torch.Tensor:
+        key = sequence.key
+        if self.case.kept:
+            key, value = recoded(recoded((key, value), DTYPES[self.case.kept]), key.dtype)
         return attention(
             sequence.query[:, sequence.start :],
-            sequence.key,
+            key,
             value,
             scale=self.case.scale,
             window=self.case.window,

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from batonlm.core.request.model import SCALED, SCALED_FP8, SCALED_INT8
 from batonlm.engine.attention.triton import decode, shapes
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.machine import check_interpreter
@@ -122,6 +123,23 @@ def test_so_are_all_cases_of_short_floats(name: str, dtype: str, device: str) ->
     check(replace(CASES[name], dtype=dtype), device, exact=False)
 
 
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("kept", SCALED)
+@pytest.mark.parametrize(("name", "dtype"), [("everything", "float32"), ("plain", "bfloat16")])
+def test_so_is_attention_to_scaled_numbers(name: str, dtype: str, kept: str, device: str) -> None:
+    """Against the definition over the numbers that codes and scales stand for."""
+    check(replace(CASES[name], dtype=dtype, kept=kept), device, exact=dtype == "float32")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kept", SCALED)
+@pytest.mark.parametrize("name", CASES)
+def test_so_is_it_in_all_cases(name: str, kept: str, dtype: str, device: str) -> None:
+    check(replace(CASES[name], dtype=dtype, kept=kept), device, exact=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", SLOW_CASES)
@@ -164,12 +182,18 @@ def test_the_cuts_of_a_prompt_do_not_show_in_any_bit(name: str, device: str) -> 
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        *(("plain", ""), ("everything", ""), ("latent", "")),
+        *(("plain", SCALED_INT8), ("everything", SCALED_FP8)),
+    ],
+)
 def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
-    name: str, device: str
+    name: str, kept: str, device: str
 ) -> None:
     check_interpreter(device)
-    case = replace(CASES[name], spans=((28, 36), (252, 260)))
+    case = replace(CASES[name], spans=((28, 36), (252, 260)), kept=kept)
     whole = Paged(case, device, exact=True).run([])
     one_by_one = [*range(29, 37), *range(253, 261)]
     assert equal(Paged(case, device, exact=True).run(one_by_one), whole)

@@ -11,10 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from batonlm.core.request.model import DTYPE_BYTES, KvLayout
+from batonlm.core.request.model import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    SCALED,
+    SCALED_FP8,
+    SCALED_INT8,
+    KvLayout,
+)
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
-from batonlm.engine.kv.cache import DTYPES, BlockCache, KvCache, converted, is_lossless
+from batonlm.engine.kv.cache import (
+    DTYPES,
+    BlockCache,
+    KvCache,
+    converted,
+    is_lossless,
+    parts_of,
+    recoded,
+)
 from batonlm.engine.runner import TorchRunner
 from batonlm.testing.fake_runner import FakeRunner
 from tests.engine.devices import CUDA, INTERPRETER
@@ -23,7 +38,9 @@ from tests.engine.driving import generate, random_prompts
 LAYOUT = KvLayout("d", "float32", 2, 3, 24, 16)
 TABLE = ((7, 1), (2, 2))
 FIRST, COUNT = 5, 30
-KEPT = ("float32", "bfloat16", "float16")
+KEPT = tuple(DTYPE_BYTES)
+
+FLOATS = [name for name in KEPT if DTYPES[name].is_floating_point]
 
 Cache = KvCache | BlockCache
 
@@ -59,12 +76,16 @@ def sent(cache: Cache) -> bytearray:
 def fill(cache: Cache, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for memory in (cache.keys, cache.values):
-        memory.copy_(30 * torch.randn(memory.shape, generator=generator))
+        numbers = 30 * torch.randn(memory.shape, generator=generator)
+        memory.copy_(numbers if memory.is_floating_point() else numbers.abs().clamp_max(126))
+    for memory in cache.scales:
+        memory.copy_(torch.randint(100, 140, memory.shape, generator=generator))
 
 
 def in_type(payload: bytearray, before: str, after: str) -> bytearray:
-    numbers = converted(torch.frombuffer(payload, dtype=DTYPES[before]), DTYPES[after])
-    return bytearray(numbers.view(torch.uint8).numpy().tobytes())
+    parts = parts_of(LAYOUT, COUNT, torch.frombuffer(payload, dtype=DTYPES[before]))
+    by_layer = [part.flatten(1) for part in recoded(parts, DTYPES[after])]
+    return bytearray(torch.cat(by_layer, 1).view(torch.uint8).numpy().tobytes())
 
 
 @pytest.mark.deep
@@ -79,7 +100,8 @@ def test_every_number_travels_as_the_nearest_and_is_kept_as_it_came(
     for sender in senders:
         fill(sender, seed=1)
     plain, payload = map(sent, senders)
-    assert len(payload) == COUNT * 2 * 3 * (24 + 16) * DTYPE_BYTES[wire]
+    scales = 2 if wire in SCALED else 0
+    assert len(payload) == COUNT * 2 * 3 * ((24 + 16) * DTYPE_BYTES[wire] + scales)
     assert payload == in_type(plain, kept, wire)
 
     takers = [cache_of(backend, device, each, kept) for each in (kept, wire)]
@@ -94,8 +116,8 @@ def test_every_number_travels_as_the_nearest_and_is_kept_as_it_came(
         assert sent(takers[1]) == in_type(plain, kept, wire)
 
 
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("wire", DTYPE_BYTES)
+@pytest.mark.parametrize("kept", FLOATS)
+@pytest.mark.parametrize("wire", FLOATS)
 def test_what_a_type_cannot_hold_becomes_its_largest_number(wire: str, kept: str) -> None:
     numbers = torch.tensor([3e38, -3e38, torch.inf, -torch.inf, torch.nan, 0.0, -1.5])
     numbers = numbers.to(DTYPES[kept])
@@ -110,14 +132,14 @@ def test_what_a_type_cannot_hold_becomes_its_largest_number(wire: str, kept: str
         assert torch.equal(found[:4], numbers[:4].float())
 
 
-@pytest.mark.parametrize("wire", DTYPE_BYTES)
+@pytest.mark.parametrize("wire", KV_DTYPES)
 def test_the_runner_without_torch_sends_its_bytes_as_numbers_of_any_type(wire: str) -> None:
     sender, taker = (FakeRunner(16, block_size, wire_dtype=wire) for block_size in (16, 32))
     (prompt,) = random_prompts([60], 1000)
     sender.submit(StepPlan(1, (Chunk(1, prompt, 0, ((3, 4),), ()),)))
     sender.collect()
     payload = bytearray(60 * 16)
-    assert sender.layout.dtype == wire
+    assert sender.layout.dtype == KV_DTYPES[wire]
     assert sender.layout.bytes_per_position == 16
     sender.pack(((3, 4),), 0, 60, memoryview(payload))
     taker.unpack(((5, 2),), 0, 60, memoryview(payload))
@@ -130,7 +152,7 @@ def test_the_runner_without_torch_sends_its_bytes_as_numbers_of_any_type(wire: s
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("wire", ["auto", "bfloat16", "float16", "fp8"])
+@pytest.mark.parametrize("wire", ["auto", "bfloat16", "float16", "int8", "fp8"])
 def test_a_model_answers_after_its_kv_has_travelled(
     wire: str, saved: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,8 +167,9 @@ def test_a_model_answers_after_its_kv_has_travelled(
     runner.unpack(there, 0, 79, memoryview(payload))
     after = generate(runner, [prompt], [there], 16, start=79)
     assert len(after[0]) == 16
-    reason = f"KV is kept as float32 and handed over as {wire}"
-    assert runner.layout.dtype == ("float32" if wire == "auto" else wire)
+    sent_as = KV_DTYPES.get(wire, "float32")
+    reason = f"KV is kept as float32 and handed over as {sent_as}"
+    assert runner.layout.dtype == sent_as
     assert runner.exact == (wire == "auto")
     assert (reason in caplog.text) == (wire != "auto")
     if wire == "auto":
@@ -154,8 +177,17 @@ def test_a_model_answers_after_its_kv_has_travelled(
         return
     memory = runner.memory
     assert isinstance(memory, KvCache)
-    kind = torch.finfo(DTYPES[wire])
     for numbers in (memory.keys, memory.values):
         kept, arrived = (numbers[:, :, start : start + 79] for start in (0, 160))
         assert kept.abs().max() > 0
-        assert bool(((kept - arrived).abs() <= kept.abs() * kind.eps / 2 + kind.tiny).all())
+        largest = kept.abs().amax(-1, keepdim=True)
+        if sent_as == SCALED_INT8:
+            # The largest is 64 to 127 steps.
+            off = largest / 64 / 2
+        elif sent_as == SCALED_FP8:
+            # Half of the last of three bits, or half of a step beside the largest.
+            off = kept.abs() * 2**-4 + largest * 2**-17
+        else:
+            kind = torch.finfo(DTYPES[sent_as])
+            off = kept.abs() * kind.eps / 2 + kind.tiny
+        assert bool(((kept - arrived).abs() <= off).all())

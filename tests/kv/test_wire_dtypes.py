@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from batonlm.core.errors import Incompatible
-from batonlm.core.request.model import KvLayout, WorkerIdentity
-from batonlm.engine.kv.cache import KvCache
+from batonlm.core.request.model import SCALED, KvLayout, WorkerIdentity
+from batonlm.engine.kv.cache import DTYPES, KvCache, recoded
 from batonlm.transfer.peers import SenderConnection
 from batonlm.transfer.receiver import KvReceiver, TransferRequest
 from batonlm.transfer.transports import Staging
@@ -33,7 +33,7 @@ from tests.kv.wire_process import (
     layout,
 )
 
-ON_THE_WIRE = {"bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+ON_THE_WIRE = ("bfloat16", *SCALED)
 PATIENCE_S = 120
 
 
@@ -58,7 +58,7 @@ async def test_types_may_differ_where_the_wires_are_the_same() -> None:
                 with pytest.raises(Incompatible, match=refused):
                     await collect(me, staging, layout("float32"), sender, bytes(16))
                 cache = await collect(me, staging, layout(dtype), sender, ids[dtype])
-                check(cache, filled(dtype), ON_THE_WIRE[dtype])
+                check(cache, filled(dtype), DTYPES[dtype])
     finally:
         process.kill()
         await process.communicate()
@@ -105,9 +105,8 @@ def check(arrived: KvCache, sent: KvCache, wire: torch.dtype) -> None:
     """Every number is the wire's nearest, and others are untouched."""
     places = [block * BLOCK_SIZE + i for block in (1, 2, 0, 3) for i in range(BLOCK_SIZE)]
     carried, others = places[:NUM_POSITIONS], places[NUM_POSITIONS:]
-    for now, before in ((arrived.keys, sent.keys), (arrived.values, sent.values)):
-        assert now.dtype == torch.float32 and before.dtype == torch.bfloat16
-        largest = torch.finfo(wire).max
-        wanted = before[:, :, carried].float().clamp(-largest, largest).to(wire).float()
-        assert torch.equal(now[:, :, carried], wanted)
+    wanted = recoded(recoded((sent.keys, sent.values), wire), torch.float32)
+    for now, before in zip((arrived.keys, arrived.values), wanted, strict=True):
+        assert now.dtype == torch.float32
+        assert torch.equal(now[:, :, carried], before[:, :, carried])
         assert not now[:, :, others].any()

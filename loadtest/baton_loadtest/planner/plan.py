@@ -14,7 +14,7 @@ from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 from batonlm.cli.layout import resolve_model
 from batonlm.core.errors import InvalidArgument, install
-from batonlm.engine.config import EngineConfig, configure_threads
+from batonlm.engine.config import CHOICES, EngineConfig, configure_threads
 from batonlm.engine.memory import size
 from batonlm.worker.hardware import sizes
 
@@ -57,7 +57,11 @@ def add_parser(subparsers: Any) -> None:
         "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
         help="of weights and KV (auto: float32 on a CPU, the model's own on a GPU)",
     )  # fmt: skip
-    memory.add_argument("--quantize", choices=("none", "int8", "fp8"), default="none")
+    memory.add_argument("--quantize", choices=CHOICES["quantize"], default="none")
+    memory.add_argument(
+        "--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"], default="auto",
+        help="of KV in the pool (auto: --dtype)",
+    )  # fmt: skip
     memory.add_argument(
         "--context", type=int, default=0, metavar="N",
         help="positions of the longest sequence (default: the model's)",
@@ -101,6 +105,7 @@ def _memory(args: argparse.Namespace) -> int:
         kv_memory_bytes=0,
         max_model_len=args.context,
         quantize=args.quantize,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     if "torch" not in sys.modules:
         configure_threads()

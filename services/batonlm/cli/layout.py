@@ -107,6 +107,8 @@ class UpOptions:
     exact: bool = True
     dtype: str = "auto"
     quantize: str = "none"
+    kv_cache_dtype: str = "auto"
+    """The workers' option."""
     device: str = "auto"
     """The workers' option."""
     threads: int = 0
@@ -230,6 +232,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *("--threads", str(threads), "--transport", options.transport),
         *("--exact", str(options.exact).lower()),
         *("--dtype", options.dtype, "--quantize", options.quantize, "--device", options.device),
+        *("--kv-cache-dtype", options.kv_cache_dtype),
         *("--tensor-parallel", str(options.tensor_parallel)),
         *("--pipeline-parallel", str(options.pipeline_parallel)),
         *memory,

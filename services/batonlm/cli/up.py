@@ -189,6 +189,11 @@ def add_parser(subparsers: Any) -> None:
         help="weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"], default=defaults.kv_cache_dtype,
+        help="number type of KV; int8, and fp8, less precise: a quarter of float32's memory "
+        "(default %(default)s: --dtype)",
+    )  # fmt: skip
+    parser.add_argument(
         "--device", default=defaults.device, metavar="NAME",
         help="where prefill and decode compute: auto, cpu, cuda, cuda:N, GPU-UUID, MIG-UUID "
         "(default auto: GPUs where there are some, evenly)",

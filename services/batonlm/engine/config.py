@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from batonlm.core.errors import Internal, InvalidArgument
-from batonlm.core.request.model import DTYPE_BYTES
+from batonlm.core.request.model import KV_DTYPES
 
 TILE = 16
 """Positions that attention handles together; a block holds whole tiles."""
@@ -24,7 +24,8 @@ CHOICES = {
     "attention": ("auto", "reference", "cpu", "triton"),
     "decoder": ("auto", "transformers"),
     "quantize": ("none", "int8", "fp8"),
-    "kv_wire_dtype": ("auto", *DTYPE_BYTES),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
+    "kv_wire_dtype": ("auto", *KV_DTYPES),
 }
 """The values of fields that name something."""
 
@@ -84,8 +85,10 @@ class EngineConfig:
     """Where that file is made; "" is the system's folder for temporary files."""
     graphs: bool = True
     """Whether decode steps are recorded as CUDA graphs."""
+    kv_cache_dtype: str = "auto"
+    """Of KV in the pool: auto is the model's own, the others are core's SCALED."""
     kv_wire_dtype: str = "auto"
-    """Of KV that is handed over, a name of core's DTYPE_BYTES; auto is the KV's own."""
+    """Of KV that is handed over, a name of core's KV_DTYPES; auto is the pool's."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -15,7 +15,7 @@ from torch import nn
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.block_pool import blocks_for
-from batonlm.core.request.model import DTYPE_BYTES
+from batonlm.core.request.model import row_bytes
 from batonlm.core.request.prompt_logprobs import SCORED_POSITIONS
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
@@ -163,7 +163,7 @@ def foresee(
     does not fit or does not split.
     """
     model = outline(config, cut)
-    shape = probe_attention(model, config.kv_wire_dtype)
+    shape = probe_attention(model, config.kv_wire_dtype, config.kv_cache_dtype)
     if free is None:
         free, total = free_bytes(model.device), total_bytes(model.device)
     return ForeseenModel(model, shape, size_pool(config, model, shape, free=free, total=total))
@@ -232,7 +232,7 @@ def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionSh
     even = kernel is flash_cpu and config.attention != "triton"
     stored = max(sizes) if even and layout.value_size else layout.value_size
     heads = layout.num_layers * layout.num_kv_heads
-    return heads * (layout.key_size + stored) * DTYPE_BYTES[shape.dtype]
+    return heads * (row_bytes(shape.kept, layout.key_size) + row_bytes(shape.kept, stored))
 
 
 def allocate(plan: MemoryPlan, make: Callable[[], T]) -> T:

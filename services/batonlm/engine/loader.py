@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from batonlm.core.errors import Internal, InvalidArgument
-from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.core.request.model import KV_DTYPES, SCALED, KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
 from batonlm.engine.checkpoint import Checkpoint, Scheme, UnsupportedModel, check_files, read_scheme
 from batonlm.engine.config import EngineConfig
@@ -443,7 +443,9 @@ class AttentionShape:
 
     layout: KvLayout
     dtype: str
-    """The type that KV is kept in."""
+    """The model's own number type, of queries and of keys and values as they are computed."""
+    kept: str
+    """The type that KV is kept in, a name of core's DTYPE_BYTES."""
     per_head: int
     """Query heads per KV head."""
     softcap: bool
@@ -462,12 +464,15 @@ class AttentionShape:
 
 
 @without_compiler()
-def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionShape:
+def probe_attention(
+    loaded: LoadedModel, wire_dtype: str = "auto", cache_dtype: str = "auto"
+) -> AttentionShape:
     """The shape of attention and KV, taken from a run of the wired model, not its configuration.
 
-    wire_dtype: of KV on the wire; auto is the type that it is kept in.
+    wire_dtype: of KV on the wire; auto is the type that it is kept in. cache_dtype: of KV in the
+    pool; auto is the model's.
     Raises UnsupportedModel unless attention is called exactly once for each layer, with all it
-    needs.
+    needs, and InvalidArgument naming kv_cache_dtype for latents in one byte a number.
     """
     network = loaded.network
     name = network.config.model_type  # type: ignore[union-attr]
@@ -496,9 +501,15 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
     ((query_heads, heads, key_size, value_size),) = shapes
     latent_size = value_size if calls[0].latent else 0
     dtype = next(k for k, v in DTYPES.items() if v == network.dtype)
+    kept = KV_DTYPES.get(cache_dtype, dtype)
+    if latent_size and kept in SCALED:
+        raise InvalidArgument(
+            f"{name}: its latents are not kept in {cache_dtype}; leave kv_cache_dtype at auto",
+            field="kv_cache_dtype",
+        )
     layout = KvLayout(
         model_digest=loaded.description.digest,
-        dtype=dtype if wire_dtype == "auto" else wire_dtype,
+        dtype=KV_DTYPES.get(wire_dtype, kept),
         num_layers=layers,
         num_kv_heads=heads,
         key_size=key_size,
@@ -508,4 +519,4 @@ def probe_attention(loaded: LoadedModel, wire_dtype: str = "auto") -> AttentionS
     sliding = sum(call.window is not None for call in calls)
     in_order = tuple(sorted(calls, key=lambda call: call.layer))
     per_head = query_heads // heads
-    return AttentionShape(layout, dtype, per_head, softcap, sliding, in_order, latent_size)
+    return AttentionShape(layout, dtype, kept, per_head, softcap, sliding, in_order, latent_size)

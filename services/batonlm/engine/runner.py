@@ -15,11 +15,11 @@ from torch.nn import functional
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.handover.leaf_hash import WORD_BYTES
 from batonlm.core.kvcache.block_pool import Extents
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import SCALED, ModelDescription
 from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
 from batonlm.engine import selfcheck
 from batonlm.engine.attention.backends import open_backend, runs_triton
-from batonlm.engine.attention.interface import Backend, ForwardPass
+from batonlm.engine.attention.interface import AttentionContext, Backend, ForwardPass
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device, pin
@@ -28,7 +28,7 @@ from batonlm.engine.footprint import allocate, free_bytes, largest_step, size_po
 from batonlm.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
 from batonlm.engine.fused.recipe import NotCovered, read_recipe
 from batonlm.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
-from batonlm.engine.kv.cache import KvMemory, is_lossless
+from batonlm.engine.kv.cache import DTYPES, KvMemory, is_lossless
 from batonlm.engine.kv.extents import Moved, check_plan
 from batonlm.engine.kv.staging import DeviceStaging
 from batonlm.engine.kv.swap import SwapMemory
@@ -134,9 +134,14 @@ class TorchRunner:
         if config.exact is None:
             config = replace(config, exact=loaded.device.type == "cpu")
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
-        expected = [_eager_logits(loaded, text) for text in texts]
+        expected = [_prompt_logits(loaded, text, None) for text in texts]
         wire(loaded.network)
-        shape = probe_attention(loaded, config.kv_wire_dtype)
+        shape = probe_attention(loaded, config.kv_wire_dtype, config.kv_cache_dtype)
+        rounding = 0.0
+        if shape.kept in SCALED:
+            run = partial(_prompt_logits, loaded)
+            kept = DTYPES[shape.kept]
+            expected, rounding = selfcheck.with_scaled_kv(run, texts, expected, kept)
         network = _decoder(config, loaded, shape)
         memory = size_pool(
             config,
@@ -157,10 +162,10 @@ class TorchRunner:
             folder=config.swap_folder,
         )
         runner = cls(network, model, backend, swap_memory, peers)
-        runner._prepare(config, loaded.network, texts, expected)
-        if not is_lossless(shape.dtype, shape.layout.dtype):
+        runner._prepare(config, loaded.network, texts, expected, rounding)
+        if not is_lossless(shape.kept, shape.layout.dtype):
             runner.not_exact_because = (
-                f"KV is kept as {shape.dtype} and handed over as {shape.layout.dtype}"
+                f"KV is kept as {shape.kept} and handed over as {shape.layout.dtype}"
             )
             log.warning("%s: tokens after a hand-over may differ", runner.not_exact_because)
         # Weights were packed one by one: malloc keeps most of what the unpacked ones took.
@@ -233,6 +238,7 @@ class TorchRunner:
         own: nn.Module,
         texts: list[list[int]],
         expected: list[torch.Tensor],
+        rounding: float,
     ) -> None:
         """Packs the weights, checks against the model's own attention, and settles exactness.
 
@@ -244,7 +250,7 @@ class TorchRunner:
         """
         blocks = checked_blocks(self.model.max_model_len, self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
-        check = selfcheck.SelfCheck(self.forward, tables, texts, expected)
+        check = selfcheck.SelfCheck(self.forward, tables, texts, expected, rounding)
         quantize, max_batch = config.quantize, config.max_batch
         on_gpu = self.on_device
         # A GPU's libraries have no packed weights; only exactness and fp8 need layers of our own.
@@ -352,11 +358,16 @@ class TorchRunner:
         )
 
 
-def _eager_logits(loaded: LoadedModel, text: list[int]) -> torch.Tensor:
-    """The last position's logits [vocab] from the model's own attention."""
+def _prompt_logits(
+    loaded: LoadedModel, text: list[int], context: AttentionContext | None
+) -> torch.Tensor:
+    """The last position's logits [vocab], with this attention or, where it is None, the model's
+    own."""
     tokens = torch.tensor([text], device=loaded.device)
     positions = torch.arange(len(text), device=loaded.device)[None]
-    return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], None))[0]
+    return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], context))[
+        0
+    ]
 
 
 def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> nn.Module:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from batonlm.engine.attention.triton.tiles import jit, jit_of_any
+from batonlm.engine.attention.triton.jit import jit, jit_of_any
 from batonlm.engine.sampler_cpu import EXP2, LOG2_E, scale_bits
 from batonlm.engine.sampler_rows import ALL_BANNED, NOT_A_NUMBER, NUMBERS, SETTINGS, RowInputs
 

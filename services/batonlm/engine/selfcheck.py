@@ -16,8 +16,11 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine.attention.interface import AttentionContext, LayerArguments
+from batonlm.engine.attention.kernels import reference
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.exact import NotExact
+from batonlm.engine.kv import scaled
 from batonlm.engine.memory import CHECKED_POSITIONS
 
 Forward = Callable[[StepPlan], torch.Tensor]
@@ -48,6 +51,8 @@ class SelfCheck:
     expected: list[torch.Tensor]
     """Of each prompt the last position's logits [vocab], from the model's own attention; without
     elements on ranks that compute no logits, where nothing is compared."""
+    rounding: float = 0.0
+    """By how much more than otherwise logits may differ, see `with_scaled_kv`."""
 
     def parity(self) -> None:
         """Raises UnsupportedModel when packed or chunked logits differ from eager ones, and
@@ -94,22 +99,79 @@ class SelfCheck:
                 last[i] = row.clone()
         return torch.stack([last[i] for i in range(len(texts))])
 
+    def _compare(self, got: torch.Tensor, how: str) -> None:
+        _compare(got, self.expected, how, self.rounding)
+
     def _check_numbers(self) -> None:
         if any(bool(row.isnan().any()) for row in self.expected):
             dtype = str(self.expected[0].dtype).removeprefix("torch.")
             raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
 
-    def _compare(self, got: torch.Tensor, how: str) -> None:
-        for row, wanted in zip(got.float(), self.expected, strict=True):
-            if not wanted.numel():
-                continue
-            limit = _TOLERANCE[wanted.dtype] * max(1.0, float(wanted.float().abs().max()))
-            worst = float((row - wanted.float()).abs().max())
-            if not worst <= limit:
-                raise UnsupportedModel(
-                    f"{how} give other logits than the model's own attention "
-                    f"(by {worst:.2g}): it cannot be served correctly"
-                )
+
+def with_scaled_kv(
+    run: Callable[[list[int], AttentionContext], torch.Tensor],
+    texts: list[list[int]],
+    expected: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> tuple[list[torch.Tensor], float]:
+    """What to expect where KV is kept as codes of this dtype: the model's logits [vocab] of each
+    prompt if its attention sees the numbers that codes and scales stand for, and by how much these
+    may be missed.
+
+    That is the most by which rounding to codes moves a logit: a number near the middle between two
+    codes becomes either, by the last bit of what computed it, and in deep models one such number
+    moves the next ones.
+
+    run: the last position's logits of a prompt in one piece with a given attention. expected: those
+    of the model's own. Raises UnsupportedModel where the attention that stands for it here differs
+    from it over numbers that are kept whole.
+    """
+    for text, own in zip(texts, expected, strict=True):
+        _compare(run(text, _reference(lambda numbers: numbers))[None], [own], "whole prompts")
+
+    def kept(numbers: torch.Tensor) -> torch.Tensor:
+        return scaled.widened(*scaled.narrowed(numbers, dtype)).to(numbers.dtype)
+
+    found = [run(text, _reference(kept)) for text in texts]
+    moved = (row - own for row, own in zip(found, expected, strict=True) if own.numel())
+    return found, max((float(by.float().abs().max()) for by in moved), default=0.0)
+
+
+def _reference(kept: Callable[[torch.Tensor], torch.Tensor]) -> AttentionContext:
+    """Attention of one whole prompt to keys and values as they come out of being kept."""
+
+    def attend(
+        arguments: LayerArguments, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        per_head = len(query) // len(key)
+        key, value = (kept(part).repeat_interleave(per_head, 0)[None] for part in (key, value))
+        at = torch.arange(query.shape[1], device=query.device)
+        back = at[:, None] - at
+        unseen = (back < 0) | (back >= (arguments.window or len(at)))
+        mask = torch.zeros_like(back, dtype=query.dtype).masked_fill_(unseen, float("-inf"))
+        found = reference(query[None], key, value, mask, arguments.scale, arguments.softcap)
+        output, lse = found[0][0], found[1][0]
+        if arguments.sinks is not None:
+            share = torch.sigmoid(lse - arguments.sinks.float()[:, None])
+            output = output * share.unsqueeze(-1).to(output.dtype)
+        return output.transpose(0, 1)
+
+    return attend
+
+
+def _compare(
+    got: torch.Tensor, expected: list[torch.Tensor], how: str, rounding: float = 0.0
+) -> None:
+    for row, wanted in zip(got.float(), expected, strict=True):
+        if not wanted.numel():
+            continue
+        limit = _TOLERANCE[wanted.dtype] * max(1.0, float(wanted.float().abs().max()))
+        worst = float((row - wanted.float()).abs().max())
+        if not worst <= limit + rounding:
+            raise UnsupportedModel(
+                f"{how} give other logits than the model's own attention "
+                f"(by {worst:.2g}): it cannot be served correctly"
+            )
 
 
 def _chunk(sequence: int, tokens: list[int], extents: Extents, first_position: int = 0) -> Chunk:

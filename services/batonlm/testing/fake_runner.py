@@ -20,7 +20,13 @@ from hashlib import blake2b
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
 from batonlm.core.request.attempt import Logprobs
-from batonlm.core.request.model import DTYPE_BYTES, KvLayout, ModelDescription
+from batonlm.core.request.model import (
+    DTYPE_BYTES,
+    KV_DTYPES,
+    KvLayout,
+    ModelDescription,
+    row_bytes,
+)
 from batonlm.core.request.prompt_logprobs import packed
 from batonlm.core.scheduler.plan import (
     PENDING,
@@ -138,7 +144,8 @@ class FakeRunner:
         tokenizer_digest: str = "",
         wire_dtype: str = "auto",
     ):
-        dtype = "float32" if wire_dtype == "auto" else wire_dtype
+        dtype = KV_DTYPES["float32" if wire_dtype == "auto" else wire_dtype]
+        scale_bytes = row_bytes(dtype, 1) - DTYPE_BYTES[dtype]
         digest = blake2b(f"{vocab_size} {eos_token_ids} {eos_every}".encode(), digest_size=16)
         self._model = ModelDescription(
             name=name,
@@ -153,8 +160,8 @@ class FakeRunner:
             dtype=dtype,
             num_layers=1,
             num_kv_heads=1,
-            key_size=KEY_SIZE // DTYPE_BYTES[dtype],
-            value_size=VALUE_SIZE // DTYPE_BYTES[dtype],
+            key_size=(KEY_SIZE - scale_bytes) // DTYPE_BYTES[dtype],
+            value_size=(VALUE_SIZE - scale_bytes) // DTYPE_BYTES[dtype],
         )
         self._num_blocks = num_blocks
         self._block_size = block_size

@@ -128,6 +128,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         quantize=options.quantize,
         graphs=options.graphs,
         decoder=options.decoder,
+        kv_cache_dtype=options.kv_cache_dtype,
         kv_wire_dtype=options.kv_wire_dtype,
         tokenizer_digest=tokenizer_digest,
     )

@@ -45,11 +45,18 @@ class WorkerOptions(ServingOptions):
     }
 
     dtype: str = option("auto", "number type of weights and KV", choices=CHOICES["dtype"])
+    kv_cache_dtype: str = option(
+        "auto",
+        "number type of KV in the pool; auto: dtype; int8 and fp8 (e4m3, less precise): one byte a "
+        "number with a scale for each position and head, in half of bfloat16's memory. Workers "
+        "that hand over to each other keep the same, or name a kv_wire_dtype",
+        choices=CHOICES["kv_cache_dtype"],
+    )
     kv_wire_dtype: str = option(
         "auto",
         "number type of KV that is handed over, the same on both sides; auto: the KV's own. A "
-        "narrower one moves fewer bytes and loses precision (fp8 is e4m3, values above 448 are cut "
-        "to it): tokens after a hand-over may then differ, in exact mode too",
+        "narrower one moves fewer bytes and loses precision (int8, fp8: see kv_cache_dtype): "
+        "tokens after a hand-over may then differ, in exact mode too",
         choices=CHOICES["kv_wire_dtype"],
     )
     device: str = option(

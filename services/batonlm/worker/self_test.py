@@ -11,7 +11,7 @@ from collections.abc import Callable
 from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.handover.leaf_hash import LEAF_BYTES, points_of
 from batonlm.core.handover.table import HANDOVER_ID_BYTES, KvChunkRange
-from batonlm.core.request.model import KvLayout, WorkerIdentity
+from batonlm.core.request.model import SCALED, KvLayout, WorkerIdentity
 from batonlm.core.routing.failures import SteadyVerdict
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.plan import KvPayload, ModelRunner
@@ -52,7 +52,7 @@ class KvSelfTest:
         self._positions = min(
             runner.block_size, probe_positions(staging.ring.buffer_bytes, runner.layout)
         )
-        self._pattern = _pattern(self._positions * runner.layout.bytes_per_position)
+        self._pattern = _pattern(self._positions, runner.layout)
         self._verdict = SteadyVerdict()
         self._watching: asyncio.Task[None] | None = None
         self.probing = False
@@ -162,10 +162,12 @@ class KvSelfTest:
         self._compare(bytes(back))
 
 
-def _pattern(num_bytes: int) -> bytes:
-    """Bytes that are numbers between 0.0001 and 2 in every dtype of KV."""
-    drawn = hashlib.shake_128(b"baton self-probe").digest(num_bytes)
-    return bytes(0x38 | byte & 7 for byte in drawn)
+def _pattern(count: int, layout: KvLayout) -> bytes:
+    """A payload of numbers between 0.0001 and 50 that every type of KV keeps as they are."""
+    drawn = hashlib.shake_128(b"baton self-probe").digest(count * layout.bytes_per_position)
+    # Scaled rows are the same bytes after a conversion if a code is above half of the largest.
+    common, free = (0x78, 3) if layout.dtype in SCALED else (0x38, 7)
+    return bytes(common | byte & free for byte in drawn)
 
 
 async def probe_self(

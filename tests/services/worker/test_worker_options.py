@@ -41,6 +41,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "swap_folder": ("/swap", "swap_folder", "/swap"),
     "graphs": (False, "graphs", False),
     "decoder": ("transformers", "decoder", "transformers"),
+    "kv_cache_dtype": ("fp8", "kv_cache_dtype", "fp8"),
     "kv_wire_dtype": ("fp8", "kv_wire_dtype", "fp8"),
 }
 

@@ -12,8 +12,23 @@ OLDEST_WIRE_VERSION = 1
 """The oldest supported version. Supporting the previous one keeps KV transfers working during a
 rolling upgrade."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-"""Number types of KV on the wire, with bytes per number. fp8 is e4m3 without infinities."""
+SCALED_INT8 = "int8_scaled"
+SCALED_FP8 = "fp8_scaled"
+SCALED = (SCALED_INT8, SCALED_FP8)
+"""Numbers of one byte, whole ones from -127 to 127 or e4m3 without infinities. The keys of a
+position and head, and its values, have a scale each: a power of two in one byte, its exponent
+plus 127."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, SCALED_INT8: 1, SCALED_FP8: 1}
+"""Number types of KV, with bytes per number."""
+
+KV_DTYPES = {name.removesuffix("_scaled"): name for name in DTYPE_BYTES}
+"""The number types of KV by the names that options give them."""
+
+
+def row_bytes(dtype: str, size: int) -> int:
+    """Bytes of `size` numbers, the keys or values of one position and head, with their scale."""
+    return size * DTYPE_BYTES[dtype] + (dtype in SCALED and size > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +36,8 @@ class KvLayout:
     """The shape of KV on the wire. Two workers can hand over only when `difference` is empty.
 
     The payload of a position is, per layer, its keys, then its values, each [num_kv_heads, size].
-    The payload of a KV chunk is laid out as [layer][key, value][position][head][element].
+    The payload of a KV chunk is laid out as [layer][key, value][position][head][element]. Of
+    SCALED types, a layer's scales follow behind its values: [key, value][position][head].
     """
 
     model_digest: str
@@ -37,8 +53,8 @@ class KvLayout:
 
     @property
     def bytes_per_position(self) -> int:
-        elements = self.num_layers * self.num_kv_heads * (self.key_size + self.value_size)
-        return elements * DTYPE_BYTES[self.dtype]
+        rows = row_bytes(self.dtype, self.key_size) + row_bytes(self.dtype, self.value_size)
+        return self.num_layers * self.num_kv_heads * rows
 
     def common_wire_version(self, other: KvLayout) -> int:
         """Returns the newest version that both support. `difference` must be empty."""

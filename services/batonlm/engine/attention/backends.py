@@ -37,22 +37,22 @@ def open_backend(
     layout, device = shape.layout, loaded.device
     sizes = layout.key_size, layout.value_size
     kernel = choose_kernel(config.attention, device, *sizes, softcap=shape.softcap)
-    kept_as = DTYPES[shape.dtype]
+    dtype = DTYPES[shape.dtype]
     cache = KvCache(
         layout,
         num_blocks,
         config.block_size,
         device,
         even=kernel is flash_cpu,
-        dtype=kept_as,
+        dtype=DTYPES[shape.kept],
     )
     if kernel is flash_cpu and not layout.value_size:
         kernel = by_position(shape.per_head)
     lone_rows: int | None = shape.per_head
     if config.exact:
         heads, size = layout.num_kv_heads, layout.key_size
-        lone_rows = fewest_rows(kernel, heads, shape.per_head, size, kept_as, device)
-    return TiledBackend(cache, kernel, exact=bool(config.exact), lone_rows=lone_rows)
+        lone_rows = fewest_rows(kernel, heads, shape.per_head, size, dtype, device)
+    return TiledBackend(cache, kernel, exact=bool(config.exact), lone_rows=lone_rows, dtype=dtype)
 
 
 def runs_triton(attention: str, device: torch.device) -> bool:

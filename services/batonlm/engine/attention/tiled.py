@@ -110,11 +110,13 @@ class KeyReader:
     lie, to be merged: the same to the last bits, and without the copy.
     """
 
-    def __init__(self, cache: KvCache, *, exact: bool):
+    def __init__(self, cache: KvCache, *, exact: bool, dtype: torch.dtype | None = None):
+        """dtype: of the keys and values that the kernel sees; None: as they are kept."""
         self._cache = cache
         self._exact = exact
+        self._dtype = dtype or cache.keys.dtype
         rows = TILE if exact else LOOSE
-        self._masks = MaskBank(cache.keys.dtype, cache.keys.device, rows)
+        self._masks = MaskBank(self._dtype, cache.keys.device, rows)
         self._views: dict[tuple[int, int], LayerViews] = {}
         self._former: dict[tuple[int, int], LayerViews] = {}
         # Of latents, a key's start is its value: the kernel is given keys as values.
@@ -132,9 +134,11 @@ class KeyReader:
         first = tiles[0].first_key(window)
         count = tiles[-1].end - first
         runs = list(spans(chunk.extents, first, count, self._cache.block_size))
-        whole = len(runs) == 1
+        # Numbers of another type are not where they lie.
+        as_kept = self._dtype == self._cache.keys.dtype
+        whole = as_kept and len(runs) == 1
         # A chunk that begins with an unmasked tile has no other.
-        merged = self._unmasked(tiles[0], window) and count >= _WORTH_A_CALL * len(runs)
+        merged = as_kept and self._unmasked(tiles[0], window) and count >= _WORTH_A_CALL * len(runs)
         found = []
         for tile in tiles:
             start = tile.first_key(window)
@@ -158,6 +162,9 @@ class KeyReader:
         """A layer's keys and values [1, heads, N, size] of a reading's places, one behind the
         other; good until the next call.
         """
+        if self._dtype != self._cache.keys.dtype:
+            keys, values = self._cache.numbers(layer, places, self._dtype)
+            return keys.unsqueeze(0), values.unsqueeze(0)
         found = []
         for kind, memory in enumerate(part[layer] for part in self._parts):
             shape = torch.Size((memory.shape[0], len(places), memory.shape[2]))
@@ -193,12 +200,21 @@ class TiledBackend:
     whole tiles only.
     """
 
-    def __init__(self, cache: KvCache, kernel: Kernel, *, exact: bool, lone_rows: int | None):
+    def __init__(
+        self,
+        cache: KvCache,
+        kernel: Kernel,
+        *,
+        exact: bool,
+        lone_rows: int | None,
+        dtype: torch.dtype | None = None,
+    ):
+        """dtype: as for KeyReader."""
         self.memory = cache
         self.kernel = kernel
         self.exact = exact
         self.lone_rows = lone_rows
-        self.reader = KeyReader(cache, exact=exact)
+        self.reader = KeyReader(cache, exact=exact, dtype=dtype)
 
     def begin(self, plan: StepPlan) -> ForwardPass:
         inputs = build_inputs(plan, self.memory.block_size, self.memory.device)

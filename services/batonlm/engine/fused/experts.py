@@ -18,8 +18,8 @@ import torch
 import triton.language as tl
 from torch import nn
 
+from batonlm.engine.attention.triton.jit import jit, jit_of_any
 from batonlm.engine.attention.triton.shapes import padded
-from batonlm.engine.attention.triton.tiles import jit, jit_of_any
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from torch import nn
 
 from batonlm.engine.attention.interface import AttentionContext
 from batonlm.engine.attention.triton.backend import TritonStep
+from batonlm.engine.attention.triton.jit import jit, jit_of_any
+from batonlm.engine.attention.triton.scaled import code_of, largest_bits, scale_of
 from batonlm.engine.attention.triton.shapes import padded
-from batonlm.engine.attention.triton.tiles import jit, jit_of_any
 from batonlm.engine.fused.decoder import Heads, Rotation
 from batonlm.engine.fused.experts import GroupedExperts, clamped_gate, route
 from batonlm.engine.fused.recipe import Mixture, Recipe
@@ -232,7 +233,22 @@ def _place(
         kv_head = (head - QUERIES) % KV_HEADS
         spot = block + (kv_head * BLOCK_SIZE + place % BLOCK_SIZE) * SIZE
         memory = keys if head < QUERIES + KV_HEADS else values
-        _store(memory + spot, first, second, third, half, rest, in_half, in_rest, HALF, REST)
+        codes: tl.constexpr = keys.dtype.element_ty
+        if codes.primitive_bitwidth == 8:
+            first, second = _rounded(first, kind), _rounded(second, kind)
+            third = _rounded(third, kind)
+            largest = tl.maximum(largest_bits(first), largest_bits(second))
+            scale = scale_of(tl.maximum(largest, largest_bits(third)), codes)
+            # Behind the layer's keys and values, first those of all keys.
+            at = (2 * SIZE * KV_HEADS + head - QUERIES) * BLOCK_SIZE + place % BLOCK_SIZE
+            tl.store(keys + block + at, scale.to(codes), mask=live)
+            scale = scale[:, None]
+            _store(
+                memory + spot, code_of(first, scale, codes), code_of(second, scale, codes),
+                code_of(third, scale, codes), half, rest, in_half, in_rest, HALF, REST,
+            )  # fmt: skip
+        else:
+            _store(memory + spot, first, second, third, half, rest, in_half, in_rest, HALF, REST)
 
 
 @jit

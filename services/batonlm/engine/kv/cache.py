@@ -18,23 +18,30 @@ import torch
 
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
-from batonlm.core.request.model import KvLayout
+from batonlm.core.request.model import SCALED, SCALED_FP8, SCALED_INT8, KvLayout
 from batonlm.core.scheduler.plan import KvPayload, in_host
 from batonlm.engine.config import TILE
 from batonlm.engine.device import settle
+from batonlm.engine.kv import scaled
 from batonlm.engine.kv.extents import check_extents, spans
 
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
+    SCALED_INT8: torch.int8,
+    SCALED_FP8: torch.uint8,
 }
+"""How torch holds numbers of each type: those with scales as codes."""
 
 
 def is_lossless(stored: str, wire: str) -> bool:
-    """Whether numbers kept as `stored` are all the same after a journey as `wire`."""
-    return wire in (stored, "float32")
+    """Whether what was computed on KV kept as `stored` goes on the same after a journey as `wire`.
+
+    Another wire than its own would bring scaled numbers unchanged to a pool that computes on with
+    numbers of another type.
+    """
+    return wire == stored or (wire == "float32" and stored not in SCALED)
 
 
 def converted(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -49,8 +56,22 @@ def converted(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return numbers.to(dtype)
 
 
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-"""Of some positions, both [layers, positions, heads, size]."""
+Parts = tuple[torch.Tensor, ...]
+"""Keys and values of some positions, both [layers, positions, heads, size]; of codes, the scales of
+each follow, of the same type, [layers, positions, heads, 1]."""
+
+
+def recoded(parts: Parts, dtype: torch.dtype) -> Parts:
+    """The nearest numbers as torch holds them in another type, see `DTYPES`. Those of that type are
+    returned as they are."""
+    if parts[0].dtype == dtype:
+        return parts
+    if parts[0].dtype in scaled.LARGEST:
+        parts = tuple(scaled.widened(*pair) for pair in zip(parts[:2], parts[2:], strict=True))
+    if dtype in scaled.LARGEST:
+        (keys, key_scales), (values, value_scales) = (scaled.narrowed(p, dtype) for p in parts)
+        return keys, values, key_scales, value_scales
+    return tuple(converted(part, dtype) for part in parts)
 
 
 def as_tensor(layout: KvLayout, count: int, payload: KvPayload) -> torch.Tensor:
@@ -64,13 +85,20 @@ def as_tensor(layout: KvLayout, count: int, payload: KvPayload) -> torch.Tensor:
     return torch.frombuffer(in_host(payload), dtype=dtype)
 
 
-def keys_and_values(layout: KvLayout, count: int, wire: torch.Tensor) -> KeysAndValues:
-    """Both as views of a flat payload of `count` positions."""
-    by_layer = wire.view(layout.num_layers, -1)
-    split = count * layout.num_kv_heads * layout.key_size
-    shape = (layout.num_layers, count, layout.num_kv_heads)
-    keys, values = by_layer[:, :split], by_layer[:, split:]
-    return keys.view(*shape, layout.key_size), values.view(*shape, layout.value_size)
+def part_sizes(layout: KvLayout, dtype: torch.dtype) -> tuple[int, ...]:
+    """The last dimension of each of a layout's Parts, held as dtype."""
+    sizes = layout.key_size, layout.value_size
+    return (*sizes, 1, min(1, layout.value_size)) if dtype in scaled.LARGEST else sizes
+
+
+def parts_of(layout: KvLayout, count: int, flat: torch.Tensor) -> Parts:
+    """Views of a flat payload of `count` positions, in the type in which it is held."""
+    layers, heads = layout.num_layers, layout.num_kv_heads
+    sizes = part_sizes(layout, flat.dtype)
+    pieces = torch.split(flat.view(layers, -1), [count * heads * size for size in sizes], 1)
+    return tuple(
+        piece.view(layers, count, heads, size) for piece, size in zip(pieces, sizes, strict=True)
+    )
 
 
 class KvMemory(ABC):
@@ -122,7 +150,8 @@ class KvCache(KvMemory):
 
     keys: [layers, heads, places, key_size]; values: [layers, heads, places, stored], where stored
     is max(value_size, key_size) if `even` (kernels that need equal sizes), else value_size; of
-    latents it is 0, and attention reads keys as values. dtype: of both; None is the wire's.
+    latents it is 0, and attention reads keys as values. dtype: of both; None is the wire's. scales:
+    none, or of codes those of keys and values, [layers, heads, places, 1].
 
     Invariant: within a tile of 16 places, those after the last written one hold zeros. Attention
     reads whole tiles and masks what lies ahead; zeros keep a former owner's infinities out of that
@@ -145,29 +174,42 @@ class KvCache(KvMemory):
             stored = max(stored, layout.key_size)
         shape = (layout.num_layers, layout.num_kv_heads, num_blocks * block_size)
         dtype = dtype or DTYPES[layout.dtype]
-        self.keys = torch.zeros((*shape, layout.key_size), dtype=dtype, device=device)
-        self.values = torch.zeros((*shape, stored), dtype=dtype, device=device)
+        self.keys, self.values, *scales = self._parts = tuple(
+            torch.zeros((*shape, size), dtype=dtype, device=device)
+            for size in (layout.key_size, stored, *part_sizes(layout, dtype)[2:])
+        )
+        self.scales = tuple(scales)
         self.device = self.keys.device
-        self.block_bytes = (self.keys.nbytes + self.values.nbytes) // num_blocks
+        self.block_bytes = sum(part.nbytes for part in self._parts) // num_blocks
 
     def write(
         self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """keys [heads, T, key_size] and values [heads, T, value_size] to places [T] (int64)."""
-        self.keys[layer].index_copy_(1, places, keys)
-        if size := self.layout.value_size:
-            self.values[layer].narrow(-1, 0, size).index_copy_(1, places, values)
+        # Of latents, no values are kept.
+        given = keys, values[..., : self.layout.value_size]
+        for memory, part in zip(self._parts, recoded(given, self.keys.dtype), strict=True):
+            memory[layer].narrow(-1, 0, part.shape[-1]).index_copy_(1, places, part)
+
+    def numbers(
+        self, layer: int, places: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys [heads, N, key_size] and values [heads, N, stored] of places [N] (int64),
+        as a copy in numbers of a float type."""
+        found = tuple(part[layer].index_select(1, places) for part in self._parts)
+        keys, values = recoded(found, dtype)
+        return keys, values
 
     def clear(self, places: torch.Tensor) -> None:
         """Zeros places [N] (int64) in all layers."""
-        self.keys.index_fill_(2, places, 0)
-        self.values.index_fill_(2, places, 0)
+        for part in self._parts:
+            part.index_fill_(2, places, 0)
 
     def copy(self, copy: BlockCopy) -> None:
         """Copies the start of a block and zeros the rest of its last tile."""
         source, target = copy.source * self.block_size, copy.target * self.block_size
         count = copy.num_positions
-        for memory in (self.keys, self.values):
+        for memory in self._parts:
             memory.narrow(2, target, count).copy_(memory.narrow(2, source, count))
             memory.narrow(2, target + count, -count % TILE).zero_()
 
@@ -180,38 +222,40 @@ class KvCache(KvMemory):
             stored.copy_(given)
 
     def transfer(
-        self, extents: Extents, first_position: int, wire: KeysAndValues, *, packing: bool
+        self, extents: Extents, first_position: int, wire: Parts, *, packing: bool
     ) -> None:
         """Writes KV of the positions from first_position on into wire; or, unless packing, takes it
         from there. wire: of any strides and in the wire's number type."""
+        sizes = part_sizes(self.layout, self.keys.dtype)
         done = start = length = 0
         count = wire[0].shape[1]
         check_extents(extents, first_position + count, self.num_blocks, self.block_size)
         for start, length in spans(extents, first_position, count, self.block_size):
-            for part, memory in zip(wire, (self.keys, self.values), strict=True):
-                stored = memory.narrow(2, start, length).narrow(-1, 0, part.shape[-1])
-                here, there = stored.transpose(1, 2), part.narrow(1, done, length)
-                source, target = (here, there) if packing else (there, here)
-                target.copy_(converted(source, target.dtype))
+            there = tuple(part.narrow(1, done, length) for part in wire)
+            here = tuple(
+                memory.narrow(2, start, length).narrow(-1, 0, size).transpose(1, 2)
+                for memory, size in zip(self._parts, sizes, strict=True)
+            )
+            source, target = (here, there) if packing else (there, here)
+            for given, taken in zip(recoded(source, target[0].dtype), target, strict=True):
+                taken.copy_(given)
             done += length
-        for memory in () if packing else (self.keys, self.values):
+        for memory in () if packing else self._parts:
             memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()
 
     def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        parts = keys_and_values(self.layout, count, wire)
-        self.transfer(extents, first, parts, packing=True)
+        self.transfer(extents, first, parts_of(self.layout, count, wire), packing=True)
 
     def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        parts = keys_and_values(self.layout, count, wire)
-        self.transfer(extents, first, parts, packing=False)
+        self.transfer(extents, first, parts_of(self.layout, count, wire), packing=False)
 
     def _by_block(
         self, first: int, count: int, raw: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For keys and values: a part of every raw row, and its place in memory, both as
-        [count, layers, heads, block_size, size]."""
+        """For keys, values and their scales: a part of every raw row, and its place in memory, both
+        as [count, layers, heads, block_size, size]."""
         done = 0
-        for memory in (self.keys, self.values):
+        for memory in self._parts:
             layers, heads, _, size = memory.shape
             shape = (layers, heads, count, self.block_size, size)
             places = memory.narrow(2, first * self.block_size, count * self.block_size)
@@ -236,11 +280,13 @@ def places_of(table: np.ndarray, first_position: int, count: int, block_size: in
 class BlockCache(KvMemory):
     """Block-major: all KV of a block, over all layers, is one run of memory, so that moving a block
     is one copy. In it lie, layer by layer, the keys and then the values, each [head, offset,
-    element]: what one head reads of a block is one run too.
+    element]: what one head reads of a block is one run too. Of codes the scales of
+    keys and then those of values follow in their layer, each [head, offset], where kernels find
+    them.
 
     keys: [num_blocks + 1, layers, kv_heads, block_size, key_size]; values: the same with
-    value_size. Both are views of `storage`, [num_blocks + 1, elements of a block], of type dtype;
-    None is the wire's.
+    value_size; scales: none, or two with size 1. All are views of `storage`, [num_blocks + 1,
+    elements of a block], of type dtype; None is the wire's.
 
     Attention reads only positions that were written, so no memory is ever cleared. One block more
     than the pool has, `trash_block`, takes what padding rows of a batch write.
@@ -263,16 +309,20 @@ class BlockCache(KvMemory):
         self.trash_block = num_blocks
         layers, heads = layout.num_layers, layout.num_kv_heads
         places = heads * block_size
-        size = layers * places * (layout.key_size + layout.value_size)
         dtype = dtype or DTYPES[layout.dtype]
+        sizes = part_sizes(layout, dtype)
+        size = layers * places * sum(sizes)
         self.storage = torch.zeros(num_blocks + 1, size, dtype=dtype, device=device)
         self.device = self.storage.device
         self.block_bytes = size * dtype.itemsize
         by_layer = self.storage.view(num_blocks + 1, layers, -1)
-        split = places * layout.key_size
-        shape = (num_blocks + 1, layers, heads, block_size)
-        self.keys = by_layer[:, :, :split].view(*shape, layout.key_size)
-        self.values = by_layer[:, :, split:].view(*shape, layout.value_size)
+        pieces = torch.split(by_layer, [places * size for size in sizes], 2)
+        self._parts = tuple(
+            piece.view(num_blocks + 1, layers, heads, block_size, size)
+            for piece, size in zip(pieces, sizes, strict=True)
+        )
+        self.keys, self.values, *scales = self._parts
+        self.scales = tuple(scales)
         self._layers = [(self.keys[:, i], self.values[:, i]) for i in range(layers)]
         # Hand-overs must not wait for steps that are under way, which have other blocks.
         self._stream: torch.cuda.Stream | None = None
@@ -299,9 +349,9 @@ class BlockCache(KvMemory):
             self._kernels.write(keys, values, places, own_keys, own_values)
             return
         blocks, offsets = places // self.block_size, places % self.block_size
-        own_keys[blocks, :, offsets] = keys.transpose(0, 1)
-        if self.layout.value_size:
-            own_values[blocks, :, offsets] = values.transpose(0, 1)
+        given = keys, values[..., : self.layout.value_size]
+        for memory, part in zip(self._parts, recoded(given, self.keys.dtype), strict=True):
+            memory[blocks, layer, :, offsets] = part.transpose(0, 1)
 
     def copy(self, copy: BlockCopy) -> None:
         """Copies a block. What lies after its first num_positions comes along and means nothing."""
@@ -320,36 +370,47 @@ class BlockCache(KvMemory):
     ) -> torch.Tensor:
         """KV of positions in the wire's layout and dtype, flat and on the cache's device.
 
-        out: where it is written, in the dtype that is stored, by one kernel; None: in new memory.
+        out: where it is written, as it is stored, by one kernel; None: in new memory.
 
         Enqueued on the current stream; the steps that wrote these positions are done.
         """
         places = self._places(extents, first_position, count)
-        wire_dtype = DTYPES[self.layout.dtype]
-        elements = count * self.layout.bytes_per_position // wire_dtype.itemsize
-        numbers = self.storage.new_empty(elements) if out is None else out
+        elements = self.storage.shape[1] // self.block_size
+        numbers = self.storage.new_empty(count * elements) if out is None else out
         if self._kernels is not None:
             self._kernels.transfer(self.keys, self.values, places, numbers, packing=True)
-            return converted(numbers, wire_dtype)
-        parts = keys_and_values(self.layout, count, numbers)
-        for part, memory in zip(parts, (self.keys, self.values), strict=True):
-            found = memory[places // self.block_size, :, :, places % self.block_size]
-            part.copy_(found.transpose(0, 1))
-        return converted(numbers, wire_dtype)
+        else:
+            for part, memory in zip(
+                parts_of(self.layout, count, numbers), self._parts, strict=True
+            ):
+                found = memory[places // self.block_size, :, :, places % self.block_size]
+                part.copy_(found.transpose(0, 1))
+        return self._recoded(count, numbers, DTYPES[self.layout.dtype])
 
     def scatter(
         self, extents: Extents, first_position: int, count: int, wire: torch.Tensor
     ) -> None:
         """The inverse of gather; wire must stay as it is until the current stream is through."""
         places = self._places(extents, first_position, count)
-        numbers = converted(wire, self.storage.dtype)
+        numbers = self._recoded(count, wire, self.storage.dtype)
         if self._kernels is not None:
             self._kernels.transfer(self.keys, self.values, places, numbers, packing=False)
             return
-        parts = keys_and_values(self.layout, count, numbers)
-        for part, memory in zip(parts, (self.keys, self.values), strict=True):
+        for part, memory in zip(parts_of(self.layout, count, numbers), self._parts, strict=True):
             rows = part.transpose(0, 1)
             memory[places // self.block_size, :, :, places % self.block_size] = rows
+
+    def _recoded(self, count: int, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A flat payload, held in another type."""
+        if flat.dtype == dtype:
+            return flat
+        layout = self.layout
+        elements = count * layout.num_layers * layout.num_kv_heads * sum(part_sizes(layout, dtype))
+        target = flat.new_empty(elements, dtype=dtype)
+        given = recoded(parts_of(layout, count, flat), dtype)
+        for part, taken in zip(given, parts_of(layout, count, target), strict=True):
+            taken.copy_(part)
+        return target
 
     def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
         with self._apart():

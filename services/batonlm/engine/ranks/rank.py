@@ -22,7 +22,7 @@ from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.exact import MOST
 from batonlm.engine.footprint import foresee, free_bytes, total_bytes
-from batonlm.engine.kv.cache import KeysAndValues, KvCache, as_tensor, keys_and_values
+from batonlm.engine.kv.cache import KvCache, Parts, as_tensor, parts_of
 from batonlm.engine.loader import load
 from batonlm.engine.ranks.group import LOOPBACK, Group, Store, part_of
 from batonlm.engine.ranks.link import Link, LinkLost
@@ -216,7 +216,7 @@ class Rank:
             return
         # On a GPU a rank's part crosses in one piece.
         whole = bytearray(count * layout.bytes_per_position)
-        parts = keys_and_values(layout, count, as_tensor(layout, count, memoryview(whole)))
+        parts = parts_of(layout, count, as_tensor(layout, count, memoryview(whole)))
         if request.packing:
             memory.pack(request.extents, request.first_position, count, memoryview(whole))
         for here, there in zip(parts, own, strict=True):
@@ -224,15 +224,14 @@ class Rank:
         if not request.packing:
             memory.unpack(request.extents, request.first_position, count, memoryview(whole))
 
-    def _own_part(self, payload: torch.Tensor, count: int) -> KeysAndValues:
+    def _own_part(self, payload: torch.Tensor, count: int) -> Parts:
         """This rank's layers and heads of a payload over all, as views of it."""
         first_layer, last_layer = self._layers
         first_head, last_head = self._heads
-        keys, values = (
+        return tuple(
             part[first_layer:last_layer, :, first_head:last_head]
-            for part in keys_and_values(self._layout, count, payload)
+            for part in parts_of(self._layout, count, payload)
         )
-        return keys, values
 
 
 def _seldom(tell: Callable[[Answer], None]) -> Callable[[int, int], None]:

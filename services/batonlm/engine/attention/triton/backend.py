@@ -9,6 +9,7 @@ import torch
 import triton
 
 from batonlm.core.kvcache.block_pool import Extents, blocks_for
+from batonlm.core.request.model import SCALED
 from batonlm.core.scheduler.plan import StepPlan
 from batonlm.engine.attention.interface import Fill, ForwardPass, LayerArguments
 from batonlm.engine.attention.triton import shapes
@@ -42,8 +43,8 @@ class TritonBackend:
         exact: bool,
     ):
         layout, per_head = shape.layout, shape.per_head
-        self.memory = BlockCache(layout, num_blocks, block_size, device, dtype=DTYPES[shape.dtype])
-        bytes_each = self.memory.storage.element_size()
+        self.memory = BlockCache(layout, num_blocks, block_size, device, dtype=DTYPES[shape.kept])
+        bytes_each = DTYPES[shape.dtype].itemsize
         sizes = layout.key_size, shape.value_size, bytes_each, _shared_bytes(device)
         if shape.latent_size:
             # One KV head has too many of them for a tile.
@@ -58,7 +59,10 @@ class TritonBackend:
         self._decode_shape = shapes.decode_shape(per_head, *sizes, latent=latent)
         self._prefill_shape = self._decode_shape
         if not exact:
-            self._prefill_shape = shapes.prefill_shape(per_head, *sizes, latent=latent)
+            scaled = shape.kept in SCALED
+            self._prefill_shape = shapes.prefill_shape(
+                per_head, *sizes, latent=latent, scaled=scaled
+            )
         self._most_parts = shapes.most_parts(self._groups, max_model_len)
         self._held = self._parts(max_batch)
         tile_positions = self._prefill_shape.positions(per_head)

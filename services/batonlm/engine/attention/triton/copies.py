@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
+from batonlm.engine.attention.triton.jit import jit, jit_of_any
+from batonlm.engine.attention.triton.scaled import code_of, largest_bits, scale_of
 from batonlm.engine.attention.triton.shapes import memory_constants
-from batonlm.engine.attention.triton.tiles import jit, jit_of_any
 
 _PLACES = 16
 
@@ -20,8 +21,9 @@ def write(
 ) -> None:
     """Scatters rows of one layer: keys [kv_heads, T, D] and values [kv_heads, T, Dv] to places.
 
-    places: int32 [T]. Targets: [blocks, kv_heads, block_size, D] and [.., Dv], one layer; Dv is 0
-    of latents, whose values are not kept.
+    places: int32 [T]. Targets: [blocks, kv_heads, block_size, D] and [.., Dv], one layer of a
+    `BlockCache`; Dv is 0 of latents, whose values are not kept. Where they hold codes, scales are
+    written too.
     """
     count = len(places)
     _write[(-(-count // _PLACES), keys.shape[1])](
@@ -49,8 +51,8 @@ def transfer(
     *,
     packing: bool,
 ) -> None:
-    """Fills wire, flat, with the places' KV of all layers as [layer][k, v][place][head][element];
-    or, unless packing, fills the places with wire's KV.
+    """Fills wire, flat, with the places' KV of all layers as [layer][k, v][place][head][element],
+    codes with their scales behind; or, unless packing, fills the places with wire's KV.
 
     keys: [blocks, layers, kv_heads, block_size, D], values: [.., Dv]. places: int32 [N].
     """
@@ -101,6 +103,17 @@ def _write(
     row = row.to(tl.int64)
     key_rows = source_keys + head.to(tl.int64) * key_head_stride
     value_rows = source_values + head.to(tl.int64) * value_head_stride
+    if keys.dtype.element_ty.primitive_bitwidth == 8:
+        scales = keys + tl.num_programs(1) * BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE) + block + offset
+        _narrow(
+            key_rows, row * key_row_stride, keys, block + offset * KEY_SIZE, scales,
+            live, KEY_SIZE, KEY_PADDED,
+        )  # fmt: skip
+        _narrow(
+            value_rows, row * value_row_stride, values, block + offset * VALUE_SIZE,
+            scales + tl.num_programs(1) * BLOCK_SIZE, live, VALUE_SIZE, VALUE_PADDED,
+        )  # fmt: skip
+        return
     _move(
         key_rows, row * key_row_stride, keys, block + offset * KEY_SIZE,
         live, KEY_SIZE, KEY_PADDED,
@@ -141,7 +154,8 @@ def _wire(
     row = row.to(tl.int64) * heads + head
     # In elements of one layer's part of the wire, keys come before values.
     rows = count.to(tl.int64) * heads
-    start = wire + layer * rows * (KEY_SIZE + VALUE_SIZE)
+    SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+    start = wire + layer * rows * (KEY_SIZE + VALUE_SIZE + 2 * SCALED)
     key_spots, value_spots = block + offset * KEY_SIZE, block + offset * VALUE_SIZE
     sent_values = start + rows * KEY_SIZE
     if PACKING:
@@ -154,6 +168,16 @@ def _wire(
         _move(values, value_spots, sent_values, row * VALUE_SIZE, live, VALUE_SIZE, VALUE_PADDED)
     else:
         _move(sent_values, row * VALUE_SIZE, values, value_spots, live, VALUE_SIZE, VALUE_PADDED)
+    if SCALED:
+        kept = keys + heads * BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE) + block + offset
+        sent = sent_values + rows * VALUE_SIZE + row
+        for _ in tl.static_range(2):
+            if PACKING:
+                tl.store(sent, tl.load(kept, mask=live), mask=live)
+            else:
+                tl.store(kept, tl.load(sent, mask=live), mask=live)
+            kept += heads * BLOCK_SIZE
+            sent += rows
 
 
 @jit
@@ -171,3 +195,26 @@ def _move(
     mask = live[:, None] & (element < SIZE)[None, :]
     found = tl.load(source + source_spots[:, None] + element[None, :], mask=mask)
     tl.store(target + target_spots[:, None] + element[None, :], found, mask=mask)
+
+
+@jit
+def _narrow(
+    source: tl.tensor,
+    source_spots: tl.tensor,
+    target: tl.tensor,
+    target_spots: tl.tensor,
+    scales: tl.tensor,
+    live: tl.tensor,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """As `_move`, of numbers that become codes; scales: where each row's goes, [rows]."""
+    element = tl.arange(0, PADDED)
+    mask = live[:, None] & (element < SIZE)[None, :]
+    found = tl.load(source + source_spots[:, None] + element[None, :], mask=mask, other=0.0)
+    number = found.to(tl.float32)
+    codes: tl.constexpr = target.dtype.element_ty
+    scale = scale_of(largest_bits(number), codes)
+    tl.store(scales, scale.to(codes), mask=live)
+    code = code_of(number, scale[:, None], codes)
+    tl.store(target + target_spots[:, None] + element[None, :], code, mask=mask)

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 
 from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.triton.jit import jit
 from batonlm.engine.attention.triton.shapes import TileShape, memory_constants, padded
 from batonlm.engine.attention.triton.steps import StepTensors
 from batonlm.engine.attention.triton.tiles import (
@@ -22,7 +23,7 @@ from batonlm.engine.attention.triton.tiles import (
     finish,
     first_seen,
     fold,
-    jit,
+    head_memory,
     load_queries,
     part_size,
     unseen,
@@ -180,9 +181,10 @@ def _decode(
         low = (first_part + part) * size
         start = tl.maximum(low, first // KEYS * KEYS)
         stop = tl.minimum(low + size, end)
-        head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
-        head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
-        memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
+        memory = head_memory(
+            table, keys, values, kv_head, tl.num_programs(1), block_stride,
+            KEY_SIZE, VALUE_SIZE, BLOCK_SIZE,
+        )  # fmt: skip
         scoring = (scale, WINDOW, SOFTCAP)
         top, total, output = attend(
             nothing, queries, position, start, stop, end, memory, scoring, KEYS, LATENT, False

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from batonlm.core.handover.leaf_hash import LEAF_BYTES, WORD_BYTES, Points, powers
-from batonlm.engine.attention.triton.tiles import jit, jit_of_any
+from batonlm.engine.attention.triton.jit import jit, jit_of_any
 from batonlm.engine.device import upload
 
 _LANES = 1024

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.attention.triton.jit import jit
 from batonlm.engine.attention.triton.shapes import TileShape, memory_constants
 from batonlm.engine.attention.triton.steps import StepTensors
 from batonlm.engine.attention.triton.tiles import (
@@ -19,7 +20,7 @@ from batonlm.engine.attention.triton.tiles import (
     finish,
     first_seen,
     fold,
-    jit,
+    head_memory,
     load_queries,
     part_size,
     unseen,
@@ -129,9 +130,10 @@ def _prefill(
     queries = load_queries(
         query, spots, live, KEY_SIZE, KEY_PADDED, VALUE_SIZE, VALUE_PADDED, LATENT
     )
-    head_keys = keys + kv_head * BLOCK_SIZE * KEY_SIZE
-    head_values = values + kv_head * BLOCK_SIZE * VALUE_SIZE
-    memory = (table, head_keys, head_values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE)
+    memory = head_memory(
+        table, keys, values, kv_head, tl.num_programs(1), block_stride,
+        KEY_SIZE, VALUE_SIZE, BLOCK_SIZE,
+    )  # fmt: skip
     scoring = (scale, WINDOW, SOFTCAP)
     first = first_seen(lowest, WINDOW)
     low = first // KEYS * KEYS

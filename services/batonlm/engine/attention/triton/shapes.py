@@ -127,8 +127,12 @@ def prefill_shape(
     shared_bytes: int,
     *,
     latent: bool = False,
+    scaled: bool = False,
 ) -> TileShape:
-    """As many rows as registers allow, because keys and values are read once for all of them."""
+    """As many rows as registers allow, because keys and values are read once for all of them.
+
+    scaled: keys and values are codes, which are widened in registers.
+    """
     if latent:
         rows = _latent_rows(key_size, value_size, item_bytes, shared_bytes)
         row = _latent_bytes(key_size, value_size, item_bytes)
@@ -139,7 +143,7 @@ def prefill_shape(
     if item_bytes == 4:
         # Exact float32 products do not run on matrix units and want registers for both operands.
         return TileShape(max(32, fewest), 16, 8, 2)
-    rows = max(128 if widest <= 128 else 64, fewest)
+    rows = max(128 if widest <= 128 and not scaled else 64, fewest)
     keys = _keys(pair, most=64)
     # On Hopper a matrix unit reads from a stage while two more are filled.
     ahead = rows * padded(key_size) * item_bytes + 3 * keys * pair <= shared_bytes

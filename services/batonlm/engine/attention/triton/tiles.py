@@ -13,29 +13,11 @@ constants, and `if` on a constant is decided when compiling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
 from batonlm.engine.attention.triton import shapes
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """A kernel, launched as `kernel[grid](*arguments)`, or a function for use within kernels.
-
-    Annotations of its parameters may name nothing outside `triton.language`: the compiler reads
-    them too.
-    """
-    return triton.jit(function)
-
-
-def jit_of_any(*parameters: str) -> Callable[[Callable[..., Any]], Any]:
-    """As `jit`, but one compiled kernel serves all values of these parameters."""
-    wrap: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=parameters)
-    return wrap
-
+from batonlm.engine.attention.triton.jit import jit
+from batonlm.engine.attention.triton.scaled import widened
 
 PART = tl.constexpr(shapes.PART)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -99,6 +81,33 @@ def load_queries(
 
 
 @jit
+def head_memory(
+    table: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    kv_head: tl.tensor,
+    kv_heads: tl.tensor,
+    block_stride: tl.tensor,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tuple:
+    """What `attend` reads: a sequence's block table, where in a block keys and values of the head
+    begin, and where their scales do if they are codes, from block to block, and the constants of
+    `shapes.memory_constants` that are not padded."""
+    key_scales = keys + kv_heads * BLOCK_SIZE * (KEY_SIZE + VALUE_SIZE) + kv_head * BLOCK_SIZE
+    return (
+        table,
+        keys + kv_head * BLOCK_SIZE * KEY_SIZE,
+        values + kv_head * BLOCK_SIZE * VALUE_SIZE,
+        key_scales,
+        key_scales + kv_heads * BLOCK_SIZE,
+        block_stride,
+        (KEY_SIZE, VALUE_SIZE, BLOCK_SIZE),
+    )
+
+
+@jit
 def attend(
     state: tl.tuple,
     queries: tl.tuple,
@@ -117,14 +126,13 @@ def attend(
     queries: two of [ROWS, KEY_PADDED], which are the same; of latents (LATENT), whose values are
     the starts of their keys and read once, what meets a value [ROWS, VALUE_PADDED] and what meets
     the rest of a key [ROWS, KEY_PADDED]. position [ROWS]. Nothing at `end` or after is read.
-    memory: the sequence's block table, keys and values of the head, from block to block, and the
-    constants of `shapes.memory_constants` that are not padded. scoring:
-    `LayerArguments.score_factor`, window and soft cap, 0 for none. ALL_SEEN: every row sees every
-    one of these positions.
+    memory: of `head_memory`. scoring: `LayerArguments.score_factor`, window and soft cap, 0 for
+    none. ALL_SEEN: every row sees every one of these positions.
     """
     top, total, output = state
     query, query_rest = queries
-    table, keys, values, block_stride, KEY_SIZE, VALUE_SIZE, BLOCK_SIZE = memory
+    table, keys, values, key_scales, value_scales, block_stride, sizes = memory
+    KEY_SIZE, VALUE_SIZE, BLOCK_SIZE = sizes
     scale, WINDOW, SOFTCAP = scoring
     KEY_PADDED: tl.constexpr = query_rest.shape[1]
     VALUE_PADDED: tl.constexpr = output.shape[1]
@@ -155,6 +163,10 @@ def attend(
                 mask=written[:, None] & (key_element < KEY_SIZE)[None, :],
                 other=0.0,
             )
+            if keys.dtype.element_ty.primitive_bitwidth == 8:
+                scale_spot = block * block_stride + spot % BLOCK_SIZE
+                key_scale = tl.load(key_scales + scale_spot, mask=written, other=0)
+                key = widened(key, key_scale[:, None]).to(query.dtype)
             scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if SOFTCAP > 0:
             # tanh(x) is 1 - 2 / (1 + exp(2 x)), which has the right limits on both sides.
@@ -175,6 +187,9 @@ def attend(
                 mask=written[:, None] & (value_element < VALUE_SIZE)[None, :],
                 other=0.0,
             )
+            if keys.dtype.element_ty.primitive_bitwidth == 8:
+                value_scale = tl.load(value_scales + scale_spot, mask=written, other=0)
+                value = widened(value, value_scale[:, None]).to(query.dtype)
         total = tl.fma(total, fade, tl.sum(weight, 1))
         output = output * fade[:, None]
         output = tl.dot(weight.to(value.dtype), value, output, input_precision="ieee")
