@@ -103,6 +103,8 @@ class Relay:
         self.environment = {**os.environ, "XDG_STATE_HOME": str(folder), "NO_COLOR": "1"}
         # By the workers' own measurements it would depend on the machine who prefills.
         self.environment["BATON_LOCAL_PREFILL_TOKENS"] = str(APART)
+        # A worker that was killed may take long to start again.
+        self.environment["BATON_WAIT_TIMEOUT_S"] = str(PATIENCE_S)
         self.environment |= environment
         self.log = folder / "baton" / "up.log"
         self.http_port, self.grpc_port = free_ports(2)
@@ -117,7 +119,7 @@ class Relay:
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
         leaks.SOURCES[self] = self.workers
 
-    def baton(self, *words: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def baton(self, *words: str, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "batonlm.cli.main", *words],
             env=self.environment,
@@ -131,7 +133,7 @@ class Relay:
         leaks.SOURCES.pop(self, None)
         for worker in self.workers():
             leaks.check(worker)
-        self.baton("down", timeout=90)
+        self.baton("down")
 
     def logs(self) -> str:
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
@@ -151,6 +153,43 @@ class Relay:
             return []
         found = [p for p in self.processes() if p["role"] in ("router", "prefill", "decode")]
         return [leaks.RunningWorker(p["pid"], p["metrics"]) for p in found]
+
+    @property
+    def router(self) -> dict[str, Any]:
+        (found,) = self.processes("router")
+        return found
+
+    def running(self, role: str) -> dict[int, float]:
+        """Sequences, or texts, of each worker of a role that answers, by its pid."""
+        found = {}
+        for process in self.processes(role):
+            with suppress(OSError):  # It has ended, or starts.
+                found[process["pid"]] = self.metric(process, "baton_sequences")
+        return found
+
+    def busiest(self, role: str) -> dict[str, Any]:
+        """The worker with most sequences, or texts. It may have none by now."""
+        there = self.running(role)
+        return max(self.processes(role), key=lambda p: there.get(p["pid"], 0.0))
+
+    def wait_for_all(self, gone: int = 0) -> None:
+        """Until the router sees every worker serve. gone: a pid in whose place there is another."""
+
+        def serve() -> bool:
+            found = self.processes()
+            serving = self.metric(self.router, "baton_workers", state="serving")
+            return gone not in [p["pid"] for p in found] and serving == len(found) - 1
+
+        eventually(serve, PATIENCE_S, "all workers serve")
+
+    def lost_attempts(self) -> float:
+        """Attempts that had to be run again."""
+        names = ("baton_migrations_total", "baton_retries_total")
+        return sum(self.metric(self.router, name) for name in names)
+
+    def idle(self) -> bool:
+        """Whether every request has ended."""
+        return self.metric(self.router, "baton_requests_open") == 0
 
     def channel_to(self, process: dict[str, Any], options: Any = None) -> grpc.Channel:
         """A channel as Baton's own processes have them. Close it."""
@@ -202,7 +241,7 @@ class Relay:
 
     def metric(self, process: dict[str, Any], name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(process["metrics"], timeout=10) as answer:
+        with urllib.request.urlopen(process["metrics"], timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
         total = 0.0
         for line in text.splitlines():

@@ -22,9 +22,7 @@ from batonlm.cli.layout import Layout, ProcessSpec, UpOptions, plan
 from batonlm.cli.ports import free_ports
 from batonlm.v1 import inference_pb2, inference_pb2_grpc
 from tests import leaks
-from tests.e2e.relay import Answer, eventually
-
-PATIENCE_S = 90
+from tests.e2e.relay import PATIENCE_S, Answer, eventually
 
 Asked = tuple[list[int], inference_pb2.GenerationOptions]
 
@@ -114,7 +112,11 @@ class Rollout:
     def metric(self, name: str, metric: str, **labels: str) -> float:
         """The sum of a live process's samples that carry these labels."""
         url = self._layout.metrics_url(self._specs[name])
-        return total(scrape(url), metric, *(f'{key}="{value}"' for key, value in labels.items()))
+        return total(
+            scrape(url, timeout_s=PATIENCE_S),
+            metric,
+            *(f'{key}="{value}"' for key, value in labels.items()),
+        )
 
     def idle(self, *names: str) -> None:
         """Waits until these workers hold nothing, and fails when that does not happen."""

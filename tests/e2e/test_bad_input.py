@@ -32,7 +32,7 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("body", "status", "field"), BAD_BODIES)
 def test_http(relay: Relay, body: dict[str, Any], status: int, field: str) -> None:
-    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=120)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, field), error
     assert error["message"]
@@ -53,7 +53,7 @@ def test_http_bodies(relay: Relay, content: bytes, status: int) -> None:
         f"{relay.http}/v1/chat/completions",
         content=content,
         headers={"content-type": "application/json"},
-        timeout=30,
+        timeout=120,
     )
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
@@ -93,7 +93,7 @@ def chat(**changes: Any) -> inference_pb2.ChatRequest:
 )
 def test_grpc(relay: Relay, changes: dict[str, Any], field: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(relay.stub.Chat(chat(**changes), timeout=30))
+        list(relay.stub.Chat(chat(**changes), timeout=120))
     code, named = violation(caught.value)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert named.split(".")[-1] == field
@@ -101,10 +101,10 @@ def test_grpc(relay: Relay, changes: dict[str, Any], field: str) -> None:
 
 def test_grpc_empty_messages_and_unknown_model(relay: Relay) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        list(relay.stub.Chat(inference_pb2.ChatRequest(), timeout=30))
+        list(relay.stub.Chat(inference_pb2.ChatRequest(), timeout=120))
     assert violation(caught.value) == (grpc.StatusCode.INVALID_ARGUMENT, "messages")
     with pytest.raises(grpc.RpcError) as caught:
-        list(relay.stub.Chat(inference_pb2.ChatRequest(model="another"), timeout=30))
+        list(relay.stub.Chat(inference_pb2.ChatRequest(model="another"), timeout=120))
     assert caught.value.code() in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT)
 
 

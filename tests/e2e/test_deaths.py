@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -49,26 +48,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     running.close()
 
 
-def wait_for_all(relay: Relay) -> None:
-    """Until every killed worker is back and the router has seen it."""
-    eventually(lambda: len(relay.processes()) == 9, PATIENCE_S, "all processes listed")
-
-    def serving() -> bool:
-        return relay.metric(relay.processes("router")[0], "baton_workers", state="serving") == 8
-
-    eventually(serving, PATIENCE_S, "all workers serving")
-
-
-def running(relay: Relay, role: str) -> dict[int, float]:
-    """Sequences, or texts, of each worker of a role, by its pid."""
-    return {p["pid"]: relay.metric(p, "baton_sequences") for p in relay.processes(role)}
-
-
-def busiest(relay: Relay, role: str) -> dict[str, Any]:
-    there = running(relay, role)
-    return max(relay.processes(role), key=lambda p: there[p["pid"]])
-
-
 def request_id(answer: Answer) -> str:
     assert answer.accepted is not None
     return answer.accepted.request_id
@@ -81,20 +60,19 @@ def test_kill_in_mid_stream(pair: Relay, role: str) -> None:
     asked = [(form, wanted) for form, wanted in FORMS.items() for _ in range(OF_EACH)]
 
     def killed_in_mid_stream() -> bool:
-        wait_for_all(pair)
+        pair.wait_for_all()
         streams = Following(pair, [(PROMPT, wanted) for _, wanted in asked])
         streams.settled()
-        victim = busiest(pair, role)
+        victim = pair.busiest(role)
         pair.kill(victim)
-        left = sum(running(pair, "decode").values()) if role == "prefill" else 0
+        left = sum(pair.running("decode").values()) if role == "prefill" else 0
         answers = streams.answers()
         forms: dict[str, str] = {}
         for (form, _), answer in zip(asked, answers, strict=True):
             assert answer.token_ids == expected[form].token_ids
             assert answer.text == expected[form].text
             forms[request_id(answer)] = form
-        wait_for_all(pair)
-        assert victim["pid"] not in [p["pid"] for p in pair.processes(role)]
+        pair.wait_for_all(gone=victim["pid"])
         if role == "prefill":
             # It was killed before, and so many can only be of every form.
             return left > len(asked) - OF_EACH
@@ -105,20 +83,20 @@ def test_kill_in_mid_stream(pair: Relay, role: str) -> None:
 
 @pytest.mark.parametrize("role", ["decode", "detokenizer"])
 def test_kill_in_mid_call(pair: Relay, role: str) -> None:
-    wait_for_all(pair)
+    pair.wait_for_all()
     tools = [tool("count", COUNT), tool("ring", {})]
     wanted = inference_pb2.ToolChoice(use=inference_pb2.ToolChoice.USE_REQUIRED, name="count")
     reference = call(pair, tools, wanted)
     assert len(json.loads(reference.calls[0][2])["numbers"]) == 90
 
     def killed_in_mid_call() -> bool:
-        wait_for_all(pair)
+        pair.wait_for_all()
         killed = False
 
         def kill(num_deltas: int) -> None:
             nonlocal killed
             if num_deltas >= 5 and not killed:
-                pair.kill(busiest(pair, role))
+                pair.kill(pair.busiest(role))
                 killed = True
 
         disturbed = call(pair, tools, wanted, on_delta=kill)
@@ -127,28 +105,27 @@ def test_kill_in_mid_call(pair: Relay, role: str) -> None:
         return killed and happens(lambda: disturbed.request_id in pair.lost(role), LOG_S)
 
     until_it_comes_about(killed_in_mid_call, "a call under way")
-    wait_for_all(pair)
 
 
 @pytest.mark.parametrize("victim", ["the one that leaves", "the one that takes over"])
 def test_kill_while_sequences_move(pair: Relay, victim: str) -> None:
     """One decode worker drains; in the middle of it one of the two is killed."""
-    wait_for_all(pair)
+    pair.wait_for_all()
     expected = [answer.token_ids for answer in undisturbed(pair, requests())]
 
     def killed_while_they_move() -> bool:
-        wait_for_all(pair)
+        pair.wait_for_all()
         router = pair.processes("router")[0]
         before = pair.metric(router, "baton_moves_total", outcome="moved")
         streams = Following(pair, requests())
         streams.settled()
-        leaving = busiest(pair, "decode")
+        leaving = pair.busiest("decode")
         (replacement,) = [p for p in pair.processes("decode") if p["pid"] != leaving["pid"]]
         pair.kill(leaving, signal.SIGTERM)
 
         def one_has_moved() -> bool:
             moved = pair.metric(router, "baton_moves_total", outcome="moved") > before
-            return moved or pair.metric(router, "baton_requests_open") == 0
+            return moved or pair.idle()
 
         eventually(one_has_moved, PATIENCE_S, "one has moved, or all have ended")
         pair.kill(leaving if victim == "the one that leaves" else replacement)
@@ -160,4 +137,3 @@ def test_kill_while_sequences_move(pair: Relay, victim: str) -> None:
         )
 
     until_it_comes_about(killed_while_they_move, "sequences that move")
-    wait_for_all(pair)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.relay import Answer, Relay, options
+from tests.e2e.relay import Answer, Relay, options, until_it_comes_about
 
 pytestmark = pytest.mark.deep
 
@@ -50,16 +50,23 @@ def test_a_migrated_request_is_replayed_by_other_processes(
     relay: Relay, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Served apart and migrated here; replayed where one worker does all."""
-    answer, killed = Answer(), False
-    for response in relay.stream(TEXT, SAMPLED):
-        answer.take(response.event)
-        if not killed and len(answer.token_ids.get(0, ())) >= 20:
-            busy = [p for p in relay.processes("decode") if relay.metric(p, "baton_sequences")]
-            relay.kill(busy[0])
-            killed = True
-    assert killed and len(answer.token_ids[0]) == 200
-    assert answer.accepted is not None
-    request_id = answer.accepted.request_id
+    request_id = ""
+
+    def it_migrated() -> bool:
+        nonlocal request_id
+        relay.wait_for_all()
+        answer, killed, before = Answer(), False, relay.lost_attempts()
+        for response in relay.stream(TEXT, SAMPLED):
+            answer.take(response.event)
+            if not killed and len(answer.token_ids.get(0, ())) >= 20:
+                relay.kill(relay.busiest("decode"))
+                killed = True
+        assert killed and len(answer.token_ids[0]) == 200
+        assert answer.accepted is not None
+        request_id = answer.accepted.request_id
+        return relay.lost_attempts() > before
+
+    until_it_comes_about(it_migrated, "a request whose decode worker is killed")
     told = explained(relay, request_id)
     # A busy machine may have taken one more try.
     first, *_, last = told["attempts"]

@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from batonlm.cli import state
-from tests.e2e.relay import Relay, eventually, options
+from tests.e2e.relay import PATIENCE_S, Relay, eventually, options, until_it_comes_about
 from tests.shared_memory import abandoned
 
 PROMPT = list(range(60, 460))
+TOKENS = 1000
 
 
 def used(relay: Relay) -> float:
@@ -29,30 +30,45 @@ def used(relay: Relay) -> float:
     return total
 
 
+def sampled(relay: Relay) -> float:
+    return sum(relay.metric(p, "baton_decode_tokens_total") for p in relay.processes("decode"))
+
+
 @pytest.mark.parametrize("events", [1, 2, 20])
 def test_a_client_that_leaves_frees_everything(relay: Relay, events: int) -> None:
-    eventually(lambda: used(relay) == 0, 10, "idle before")
-    stream = relay.stream(PROMPT, options(max_tokens=1000))
-    for _ in range(events):
-        next(stream)
-    stream.cancel()  # type: ignore[attr-defined]
-    eventually(lambda: used(relay) == 0, 2, "everything freed")
+    def it_left_in_the_middle() -> bool:
+        eventually(lambda: used(relay) == 0, PATIENCE_S, "idle before")
+        before = sampled(relay)
+        stream = relay.stream(PROMPT, options(max_tokens=TOKENS))
+        for _ in zip(range(events), stream, strict=False):
+            pass
+        stream.cancel()  # type: ignore[attr-defined]
+        eventually(lambda: used(relay) == 0, PATIENCE_S, "everything freed")
+        return sampled(relay) - before < TOKENS
+
+    until_it_comes_about(it_left_in_the_middle, "a client that leaves before the last token")
 
 
 def test_an_http_client_that_leaves_frees_everything(relay: Relay) -> None:
     body = {
         "prompt": PROMPT,
-        "max_tokens": 1000,
+        "max_tokens": TOKENS,
         "stream": True,
         "temperature": 0,
         "ignore_eos": True,
     }
-    with httpx.stream("POST", f"{relay.http}/v1/completions", json=body, timeout=60) as answer:
-        assert answer.status_code == 200
-        lines = answer.iter_lines()
-        next(lines)
-        assert used(relay) > 0
-    eventually(lambda: used(relay) == 0, 2, "everything freed")
+    url = f"{relay.http}/v1/completions"
+
+    def it_left_in_the_middle() -> bool:
+        before = sampled(relay)
+        with httpx.stream("POST", url, json=body, timeout=PATIENCE_S) as answer:
+            assert answer.status_code == 200
+            next(answer.iter_lines())
+            busy = used(relay)
+        eventually(lambda: used(relay) == 0, PATIENCE_S, "everything freed")
+        return busy > 0 and sampled(relay) - before < TOKENS
+
+    until_it_comes_about(it_left_in_the_middle, "a client that leaves before the last token")
 
 
 def small(folder: Path) -> Relay:
@@ -72,8 +88,8 @@ def test_no_process_outlives_the_supervisor(tmp_path: Path, number: int) -> None
     relay.generate(PROMPT, options(max_tokens=8))
     everyone = all_of(relay)
     os.kill(relay.supervisor, number)
-    eventually(lambda: not any(map(state.alive, everyone)), 30, "all processes ended")
-    eventually(lambda: abandoned() <= before, 30, "its shared memory given back")
+    eventually(lambda: not any(map(state.alive, everyone)), PATIENCE_S, "all processes ended")
+    eventually(lambda: abandoned() <= before, PATIENCE_S, "its shared memory given back")
     relay.channel.close()
 
 
@@ -102,6 +118,6 @@ def test_a_killed_worker_is_started_again(tmp_path: Path) -> None:
         now = relay.processes("decode")[0]
         return bool(now["pid"] != victim["pid"])
 
-    eventually(back, 30, "a new decode worker")
+    eventually(back, PATIENCE_S, "a new decode worker")
     assert len(relay.generate(PROMPT, options(max_tokens=8)).token_ids[0]) == 8
     relay.close()

@@ -13,7 +13,7 @@ import pytest
 
 from batonlm.cli.http_client import scrape, total
 from tests.deploy.test_dashboards import exported
-from tests.e2e.relay import Relay, eventually
+from tests.e2e.relay import PATIENCE_S, Relay, eventually
 from tests.exposition import LABELS, ROLES, faults, metrics
 
 pytestmark = pytest.mark.deep
@@ -62,7 +62,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             assert post(running, path, body) == 200
         assert post(running, "completions", {"model": "no-such-model", "prompt": "a"}) == 404
         (decode,) = running.processes("decode")
-        eventually(lambda: running.metric(decode, "baton_attempts") == 0, 30, "all has ended")
+        eventually(
+            lambda: running.metric(decode, "baton_attempts") == 0, PATIENCE_S, "all has ended"
+        )
         urls = {process["role"]: process["metrics"] for process in running.processes()}
         yield {role: own(text_of(url)) for role, url in urls.items()}
         # The command of docs/monitoring.md reads the same pages.
@@ -78,7 +80,7 @@ def post(running: Relay, path: str, body: dict[str, object]) -> int:
         {"content-type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             answer.read()
             return int(answer.status)
     except urllib.error.HTTPError as error:
@@ -93,7 +95,7 @@ def own(text: str) -> str:
 
 
 def text_of(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return str(answer.read().decode())
 
 
@@ -113,7 +115,11 @@ def test_what_it_tells_keeps_the_rules(told: dict[str, str], role: str) -> None:
 def test_promtool_has_nothing_to_say(told: dict[str, str], role: str) -> None:
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=told[role], capture_output=True, text=True, timeout=60
+        [PROMTOOL, "check", "metrics"],
+        input=told[role],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 

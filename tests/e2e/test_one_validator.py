@@ -128,7 +128,7 @@ def refused(relay: Relay, path: str, body: dict[str, Any]) -> tuple[int, str]:
         f"{relay.http}{path}",
         content=json.dumps(body),
         headers={"content-type": "application/json"},
-        timeout=30,
+        timeout=120,
     )
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -152,8 +152,8 @@ def test_every_door(relay: Relay, bad: Bad) -> None:
         message = tokenizer_pb2.ChatMessage(role="user", content="hi")
         chat = inference_pb2.ChatRequest(messages=[message], options=options)
         calls: list[Iterator[object]] = [
-            relay.stub.Generate(generate, timeout=30),
-            relay.stub.Chat(chat, timeout=30),
+            relay.stub.Generate(generate, timeout=120),
+            relay.stub.Chat(chat, timeout=120),
         ]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
@@ -165,7 +165,7 @@ def test_every_door(relay: Relay, bad: Bad) -> None:
 def test_no_door_takes_a_hand_over_of_the_clients_own(relay: Relay) -> None:
     """It has no effect, and is said to have none."""
     body = {"messages": [USER], "max_tokens": 1, "kv_transfer_params": {"remote_engine_id": "x"}}
-    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=30)
+    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=120)
     assert answer.status_code == 200
     assert answer.headers["x-baton-ignored-params"] == "kv_transfer_params"
 

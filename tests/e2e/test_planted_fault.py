@@ -116,7 +116,7 @@ def test_the_alert_fires_and_no_other_one(case: Case, tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({"rule_files": [str(FILE)], "tests": [tried]}, width=10**6))
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, "test", "rules", str(path)], capture_output=True, text=True, timeout=100
+        [PROMTOOL, "test", "rules", str(path)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -128,7 +128,7 @@ def ask(running: Relay, prompt: str) -> None:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.status == 200
 
 

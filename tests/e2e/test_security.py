@@ -60,7 +60,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
 
         def refuses(request: urllib.request.Request) -> bool:
             try:
-                urllib.request.urlopen(request, context=trust, timeout=20).close()
+                urllib.request.urlopen(request, context=trust, timeout=120).close()
             except urllib.error.HTTPError as error:
                 error.close()
                 return error.code == 401
@@ -68,19 +68,19 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
 
         trust = ssl.create_default_context(cafile=said["ca"])
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{said['http']}/v1/models", context=trust, timeout=20)
+            urllib.request.urlopen(f"{said['http']}/v1/models", context=trust, timeout=120)
         assert caught.value.code == 401
         caught.value.close()
         wanted = urllib.request.Request(
             f"{said['http']}/v1/models", headers={"Authorization": f"Bearer {key}"}
         )
-        with urllib.request.urlopen(wanted, context=trust, timeout=20) as models:
+        with urllib.request.urlopen(wanted, context=trust, timeout=120) as models:
             assert json.load(models)["data"]
 
         # KV really went from prefill to decode, under both their certificates.
         metrics = f"{said['http']}/metrics"
         shown = urllib.request.Request(metrics, headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(shown, context=trust, timeout=20) as read:
+        with urllib.request.urlopen(shown, context=trust, timeout=120) as read:
             assert b"baton_remote_prefill_total 1.0" in read.read()
         # They need a key, like all else, which `baton top` does without on this machine.
         assert refuses(urllib.request.Request(metrics))
@@ -100,7 +100,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
             ):
                 with channel, pytest.raises(grpc.RpcError):
                     health_pb2_grpc.HealthStub(channel).Check(
-                        health_pb2.HealthCheckRequest(), timeout=20
+                        health_pb2.HealthCheckRequest(), timeout=120
                     )
         (key_id,) = (line.split()[0] for line in baton("keys", "list", keys).stdout.splitlines())
         assert baton("keys", "remove", key_id, keys).returncode == 0
@@ -121,13 +121,13 @@ def test_without_tls_workers_answer_batons_own_processes_only(relay: Relay) -> N
     for process in workers:
         with grpc.insecure_channel(process["grpc"]) as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=20))
+                next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=120))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=20
+                health_pb2.HealthCheckRequest(), timeout=120
             )
         with relay.channel_to(process) as channel:
-            first = next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=20))
+            first = next(WorkerStub(channel).Watch(worker_pb2.WatchRequest(), timeout=120))
             assert first.description.identity.role == process["role"]
         # Nor can another user see the token: command lines are everybody's.
         token = json.loads(relay.state_file.read_text())["token"]

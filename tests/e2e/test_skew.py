@@ -12,11 +12,12 @@ import grpc
 import pytest
 
 from batonlm.transfer import nixl
-from tests.e2e.relay import Answer, options
+from tests.e2e.relay import Answer, options, until_it_comes_about
 from tests.e2e.rollout import Asked, Load, Rollout
 
 pytestmark = [
     pytest.mark.chaos,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not nixl.available(), reason="no NIXL here"),
 ]
 
@@ -90,17 +91,22 @@ def test_versions_that_overlap_hand_over_in_the_common_one(
     tmp_path: Path, order: tuple[str, str]
 ) -> None:
     asked = requests(max_tokens=120)
-    with builds(tmp_path, "wire=1-2", "wire=2-3") as rollout:
-        expected = [rollout.ask(*one) for one in asked]
-        load = Load(rollout, asked)
-        before, now = half_way(rollout, load, order[0])
-        assert now["handover"] > before["handover"]
-        assert now["local"] == before["local"]
-        assert rollout.replace(order[1]) == 0
-        load.goes_on()
-        check(load.end(), expected)
-        rollout.idle("prefill-1", "decode-1")
-        assert came(rollout, "decode-1")["moved"] > 0, "what ran on the old one came with its KV"
+
+    def what_ran_moved() -> bool:
+        """Whether what ran on the old decode worker came to the new one with its KV."""
+        with builds(tmp_path, "wire=1-2", "wire=2-3") as rollout:
+            expected = [rollout.ask(*one) for one in asked]
+            load = Load(rollout, asked)
+            before, now = half_way(rollout, load, order[0])
+            assert now["handover"] > before["handover"]
+            assert now["local"] == before["local"]
+            assert rollout.replace(order[1]) == 0
+            load.goes_on()
+            check(load.end(), expected)
+            rollout.idle("prefill-1", "decode-1")
+            return came(rollout, "decode-1")["moved"] > 0
+
+    until_it_comes_about(what_ran_moved, "streams on a worker that leaves")
 
 
 @ORDERS
@@ -152,20 +158,25 @@ def test_old_and_new_run_side_by_side_without_being_mixed(tmp_path: Path) -> Non
 
 def test_what_outlasts_the_drain_is_computed_again_on_the_new_build(tmp_path: Path) -> None:
     """Its KV fits nowhere any more, its tokens do."""
-    asked = requests(max_tokens=600)
-    with builds(tmp_path, "wire=1-1", "wire=2-2", decode_0="--drain-timeout-s 1") as rollout:
-        expected = [rollout.ask(*one) for one in asked[:3]]
-        load = Load(rollout, asked[:3])
-        rollout.start("prefill-1", "decode-1")
-        rollout.serves(prefill=2, decode=2)
-        load.goes_on(1, lambda: rollout.metric("decode-0", "baton_sequences") > 0)
-        assert rollout.leave("decode-0") == 1, "it had to cut"
-        load.goes_on(1)
-        check(load.end(), expected)
-        assert rollout.metric("router-0", "baton_migrations_total") > 0
-        assert rollout.metric("router-0", "baton_moves_total") == 0
-        assert came(rollout, "decode-1")["moved"] == 0
-        rollout.idle("prefill-0", "prefill-1", "decode-1")
+    asked = requests(max_tokens=600)[:3]
+
+    def it_had_to_cut() -> bool:
+        flags = {"decode_0": "--drain-timeout-s 1"}
+        with builds(tmp_path, "wire=1-1", "wire=2-2", **flags) as rollout:
+            expected = [rollout.ask(*one) for one in asked]
+            load = Load(rollout, asked)
+            rollout.start("prefill-1", "decode-1")
+            rollout.serves(prefill=2, decode=2)
+            load.goes_on(1, lambda: rollout.metric("decode-0", "baton_sequences") > 0)
+            code = rollout.leave("decode-0")
+            load.goes_on(1)
+            check(load.end(), expected)
+            assert rollout.metric("router-0", "baton_moves_total") == 0
+            assert came(rollout, "decode-1")["moved"] == 0
+            rollout.idle("prefill-0", "prefill-1", "decode-1")
+            return code == 1 and rollout.metric("router-0", "baton_migrations_total") > 0
+
+    until_it_comes_about(it_had_to_cut, "streams that outlast the drain")
 
 
 def test_no_stream_goes_on_with_another_model(tmp_path: Path) -> None:
@@ -189,16 +200,23 @@ def test_no_stream_goes_on_with_another_model(tmp_path: Path) -> None:
 
 
 def test_a_stream_whose_model_is_gone_ends_with_a_retryable_error(tmp_path: Path) -> None:
-    flags = {"decode_0": "--drain-timeout-s 0"}
-    with builds(tmp_path, "", "model=another", **flags) as rollout:
-        rollout.start("decode-1")
-        (asked,) = requests(max_tokens=1500, count=1)
-        first = rollout.stream(*asked)
-        for _ in range(3):
-            next(first)
-        rollout.serves(decode=2)
-        rollout.leave("decode-0")
-        with pytest.raises(grpc.RpcError) as ended:
-            list(first)
-        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "model" in str(ended.value.details())
+    (asked,) = requests(max_tokens=1500, count=1)
+
+    def its_model_went() -> bool:
+        flags = {"decode_0": "--drain-timeout-s 0"}
+        with builds(tmp_path, "", "model=another", **flags) as rollout:
+            rollout.start("decode-1")
+            first = rollout.stream(*asked)
+            for _ in zip(range(3), first, strict=False):
+                pass
+            rollout.serves(decode=2)
+            rollout.leave("decode-0")
+            try:
+                list(first)
+            except grpc.RpcError as ended:
+                assert ended.code() is grpc.StatusCode.UNAVAILABLE
+                assert "model" in str(ended.details())
+                return True
+            return False
+
+    until_it_comes_about(its_model_went, "a stream that runs when its model goes")

@@ -8,14 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from batonlm.v1 import inference_pb2
-from tests.e2e.relay import Answer, Relay, eventually, options
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, options, until_it_comes_about
 from tests.receiver import Received, Receiver, receiver
 
 pytestmark = pytest.mark.chaos
 
 PROMPT = list(range(50, 250))
-PATIENCE_S = 60.0
-NUM_WORKERS = 5
 STAGES = {"tokenize", "turn", "prefill", "hand_over", "decode", "detokenize"}
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 EVERYBODY = {f"baton-{role}" for role in ROLES}
@@ -42,22 +40,26 @@ def traced(exported: Receiver, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_a_request_that_outlives_its_decode_worker_is_one_trace(
     traced: Relay, exported: Receiver
 ) -> None:
-    trace_id = secrets.token_hex(16)
-    traceparent = f"00-{trace_id}-{secrets.token_hex(8)}-01"
-    asked = inference_pb2.GenerateRequest(options=options(max_tokens=256))
-    asked.token_ids.ids.extend(PROMPT)
-    answer = Answer()
-    call = traced.stub.Generate(asked, timeout=120, metadata=(("traceparent", traceparent),))
-    for number, response in enumerate(call):
-        answer.take(response.event)
-        if number == 5:
-            (busy,) = [
-                decode
-                for decode in traced.processes("decode")
-                if traced.metric(decode, "baton_sequences") > 0
-            ]
-            traced.kill(busy)
-    assert len(answer.token_ids[0]) == 256
+    traceparent = ""
+
+    def it_lost_its_worker() -> bool:
+        nonlocal traceparent
+        traced.wait_for_all()
+        traceparent = f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+        asked = inference_pb2.GenerateRequest(options=options(max_tokens=256))
+        asked.token_ids.ids.extend(PROMPT)
+        answer, before = Answer(), traced.lost_attempts()
+        metadata = (("traceparent", traceparent),)
+        call = traced.stub.Generate(asked, timeout=PATIENCE_S, metadata=metadata)
+        for number, response in enumerate(call):
+            answer.take(response.event)
+            if number == 5:
+                traced.kill(traced.busiest("decode"))
+        assert len(answer.token_ids[0]) == 256
+        return traced.lost_attempts() > before
+
+    until_it_comes_about(it_lost_its_worker, "a request whose decode worker is killed")
+    trace_id = traceparent.split("-")[1]
 
     def mine(spans: list[Received]) -> list[Received]:
         return [each for each in spans if each.span.trace_id.hex() == trace_id]
@@ -72,14 +74,18 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
     covered = sum(each.seconds for each in spans if each.name in STAGES and each.is_below(root))
     assert 0.95 * root.seconds <= covered <= 1.0001 * root.seconds
 
-    first, second = [each for each in spans if each.name == "attempt"]
+    # A busy machine may have taken one more try.
+    first, *between, second = [each for each in spans if each.name == "attempt"]
     assert first.attributes["error.type"] == "unavailable"
     assert "error.type" not in second.attributes
-    assert [each.attributes["baton.attempt.number"] for each in (first, second)] == [0, 1]
+    assert [each.attributes["baton.attempt.number"] for each in (first, second)] == [
+        0,
+        len(between) + 1,
+    ]
     assert first.is_below(root) and second.is_below(root)
 
     request_id = root.attributes["gen_ai.response.id"]
-    lines = [line for line in traced.logs().splitlines() if f"trace_id={trace_id}" in line]
+    lines = [line for line in traced.log.read_text().splitlines() if f"trace_id={trace_id}" in line]
     assert lines and all(f"request_id={request_id}" in line for line in lines)
 
     by_id = {each.span.span_id: each for each in spans}
@@ -93,9 +99,4 @@ def test_a_request_that_outlives_its_decode_worker_is_one_trace(
     assert any(each.name == "detokenizer.text" and each.is_below(root) for each in spans)
     assert f"trace_id={trace_id}" in traced.log.read_text()
 
-    (router,) = traced.processes("router")
-    eventually(
-        lambda: traced.metric(router, "baton_workers", state="serving") == NUM_WORKERS,
-        120,
-        "the worker that was killed is back",
-    )
+    traced.wait_for_all()
