@@ -152,7 +152,7 @@ async def test_it_wakes_by_itself_for_a_deadline() -> None:
             loop.scheduler.add(attempt("late", 900, remaining_s=0.05), now)
 
         await engine.call(wait_for_blocks)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not any(isinstance(event, AttemptFailed) for event in heard.events):
                 heard.changed.clear()
                 await heard.changed.wait()
@@ -172,9 +172,11 @@ async def test_an_idle_engine_sleeps() -> None:
         await heard.until(6)
         assert await engine.call(lambda loop: loop.scheduler.has_work) is False
         # The call's own round through the loop may still be on its way to sleep.
-        await asyncio.sleep(0.1)
-        before = planned
-        await asyncio.sleep(0.2)
+        for _ in range(10):
+            before = planned
+            await asyncio.sleep(0.2)
+            if planned == before:
+                break
         assert planned == before
 
 
@@ -220,7 +222,7 @@ async def test_a_broken_runner_is_fatal() -> None:
         await asyncio.sleep(0)
         assert not engine.failed.done()
         runner.gate.set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert isinstance(await engine.failed, MemoryError)
             with pytest.raises(Unavailable):
                 await queued

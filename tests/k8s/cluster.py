@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-COMMAND_S = 60.0
-FORWARD_S = 30.0
+COMMAND_S = 120.0
+FORWARD_S = 120.0
 
 _FORWARDING = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
 

@@ -19,7 +19,7 @@ from batonlm.core.errors import BatonError
 from tests.k8s.asks import Ask
 from tests.k8s.clients import STREAM_S, Clients, Refused, retryable
 
-BEGIN_S = 60.0
+BEGIN_S = 180.0
 PAUSE_S = 0.5
 """Of a client between two streams: pods that start beside them need CPU too, and so does the node's
 kubelet to say that it is there."""
@@ -83,7 +83,7 @@ class Load:
             self._enough = True
             await asyncio.gather(*workers)
 
-    async def more(self, count: int, within_s: float = 120.0) -> None:
+    async def more(self, count: int, within_s: float = 180.0) -> None:
         """Returns when this many more streams have ended, well or badly."""
         until = time.monotonic() + within_s
         aim = self._ended + count

@@ -1,4 +1,4 @@
-"""`kubectl scale` of each pool while clients ask: nobody notices, and newcomers get work soon."""
+"""`kubectl scale` of each pool while clients ask: nobody notices, and newcomers get work."""
 
 from __future__ import annotations
 
