@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
-IDLE_S = 30.0
+IDLE_S = 120.0
 """A bound for liveness: a router's session may be kept for seconds after its stream broke."""
 
 SOURCES: dict[object, Callable[[], Iterable[RunningWorker]]] = {}
@@ -51,7 +51,7 @@ def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
     told: object = "nothing"
     while runs(worker.pid):
         try:
-            with urllib.request.urlopen(worker.metrics, timeout=5) as answer:
+            with urllib.request.urlopen(worker.metrics, timeout=120) as answer:
                 told = held(answer.read().decode())
         except (urllib.error.URLError, OSError) as error:
             told = error

@@ -34,7 +34,7 @@ from batonlm.core.request.request import ChatPrompt
 from batonlm.rpc.server import ProcessServer
 from tests.services.router_http.scripted import Scripted, grpc_server, whole_answer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 ANSWER = whole_answer("<user>hello", 0)
 
 

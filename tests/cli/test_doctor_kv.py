@@ -87,7 +87,7 @@ def test_a_worker_that_serves(
     flags = ("prefill", "--model", str(tmp_path), "--transport", "nixl")
     with started("batonlm.testing.worker", *flags, "--metrics-listen", metrics) as (_, address):
         code, found = asked(capsys, "--peer", address, "--transport", "nixl")
-        with urlopen(f"http://{metrics}/metrics", timeout=20) as answer:
+        with urlopen(f"http://{metrics}/metrics", timeout=120) as answer:
             lines = answer.read().decode().splitlines()
     assert code == 0, found
     assert found["peer"]["detail"].startswith("prefill at")
@@ -168,12 +168,12 @@ def two_machines() -> Iterator[tuple[str, str]]:
         commands.append(f"ip -n {name} link set k0 up")
     try:
         for command in commands:
-            subprocess.run(command.split(), check=True, capture_output=True, timeout=20)
+            subprocess.run(command.split(), check=True, capture_output=True, timeout=120)
         yield names[0], names[1]
     finally:
         for name in names:
             subprocess.run(
-                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=20
+                ["ip", "netns", "del", name], check=False, capture_output=True, timeout=120
             )
 
 
@@ -189,7 +189,7 @@ def test_between_two_network_namespaces() -> None:
         done = subprocess.run(
             ["ip", "netns", "exec", there, sys.executable, "-m", *command, "--peer", PEER, *flags],
             capture_output=True,
-            timeout=90,
+            timeout=120,
             check=False,
         )
         report = json.loads(done.stdout)

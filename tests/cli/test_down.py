@@ -63,7 +63,7 @@ def end(process: subprocess.Popen[str], child: int) -> None:
     for pid in (process.pid, child):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
 
 
 def test_a_process_that_has_the_number_of_a_dead_supervisor_is_left_alone(
@@ -97,7 +97,7 @@ def test_one_that_starts_is_stopped_too(capsys: pytest.CaptureFixture[str]) -> N
         assert "is starting" in state.who_runs()
         assert str(process.pid) in state.who_runs()
         assert stop() == 0
-        assert process.wait(20) != 0
+        assert process.wait(120) != 0
     finally:
         end(process, child)
 
@@ -110,7 +110,7 @@ def test_one_that_does_not_end_is_killed_with_its_children(
     try:
         assert stop() == 0
         assert f"process {process.pid} hangs and is killed" in capsys.readouterr().err
-        assert process.wait(20) == -signal.SIGKILL
+        assert process.wait(120) == -signal.SIGKILL
         assert not state.alive(state.process(child))
         # The lock went with it, and nothing of it is believed.
         with state.locked():

@@ -20,7 +20,7 @@ from batonlm.cli import state
 from batonlm.cli.layout import Layout, ProcessSpec
 from batonlm.cli.supervisor import LogFile, StartFailed, Supervisor
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """A bound for liveness, not a measurement."""
 
 NOWHERE = "127.0.0.1:1"
@@ -96,7 +96,7 @@ async def running(layout: Layout, **options: float) -> AsyncIterator[Supervisor]
     run = asyncio.create_task(supervisor.run())
     waits = asyncio.create_task(ready.wait())
     try:
-        await asyncio.wait({run, waits}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({run, waits}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         if run.done():
             run.result()
         assert ready.is_set()

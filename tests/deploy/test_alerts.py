@@ -60,5 +60,5 @@ def test_docs_explain_every_rule() -> None:
 def test_rules_fire_when_they_should() -> None:
     assert PROMTOOL is not None
     for words in (("check", "rules", str(FILE)), ("test", "rules", str(TRIED))):
-        done = subprocess.run([PROMTOOL, *words], capture_output=True, text=True, timeout=100)
+        done = subprocess.run([PROMTOOL, *words], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -149,7 +149,7 @@ def test_prometheus_understands_every_panel(tmp_path: Path) -> None:
     file.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
     assert PROMTOOL is not None
     done = subprocess.run(
-        [PROMTOOL, "check", "rules", str(file)], capture_output=True, text=True, timeout=60
+        [PROMTOOL, "check", "rules", str(file)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(rules)} rules found" in done.stdout and len(rules) > 60

@@ -150,7 +150,7 @@ def test_an_inventory_has_what_dpkg_has_installed(tmp_path: Path) -> None:
 def test_an_inventory_has_the_python_packages_of_where_it_runs() -> None:
     done = subprocess.run(
         [sys.executable, str(IMAGE / "inventory.py"), TAG],
-        capture_output=True, text=True, check=True, timeout=60,
+        capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert found["base"] == TAG

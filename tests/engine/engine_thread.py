@@ -84,7 +84,7 @@ class Heard:
 
     async def until(self, count: int) -> None:
         """Waits until so many tokens were delivered."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while sum(map(len, self.tokens.values())) < count:
                 self.changed.clear()
                 await self.changed.wait()

@@ -59,7 +59,7 @@ def second_machine() -> Iterator[SecondMachine]:
         yield machine
     finally:
         for command in (f"netns del {machine.namespace}", f"link del {machine.cable}"):
-            subprocess.run(["ip", *command.split()], check=False, capture_output=True, timeout=20)
+            subprocess.run(["ip", *command.split()], check=False, capture_output=True, timeout=120)
 
 
 def ranks_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -73,4 +73,4 @@ def ranks_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _ip(command: str) -> None:
-    subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, timeout=120)

@@ -17,7 +17,7 @@ from batonlm.engine.thread import CopyThread, EngineThread
 from batonlm.testing.fake_runner import FakeRunner
 from tests.core.attempts import attempt
 
-PATIENCE_S = 20
+PATIENCE_S = 120.0
 
 
 class HeldRunner(FakeRunner):

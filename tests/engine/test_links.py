@@ -12,7 +12,7 @@ import pytest
 
 from batonlm.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, receive_each, watch
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 Pair = tuple[Link, Link]
 
 

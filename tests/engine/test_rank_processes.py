@@ -22,7 +22,7 @@ from tests.engine.tiny_models import VOCAB
 
 pytestmark = pytest.mark.deep
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.mark.parametrize(

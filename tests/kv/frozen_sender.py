@@ -26,7 +26,7 @@ CANARY = 0xEE
 
 def _until_stopped(pid: int) -> None:
     """The signal is there at once, but until a thread of the process takes it all of them go on."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while {_state(task) for task in Path(f"/proc/{pid}/task").iterdir()} != {"T"}:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{pid} does not stop")
@@ -73,7 +73,7 @@ async def main(filter_reason: str) -> dict[str, object]:
         os.kill(
             peer.process.pid, signal.SIGCONT if filter_reason == "continues" else signal.SIGKILL
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while ring.num_orphaned:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         landed = ring.view(buffer.index).tobytes()

@@ -198,7 +198,7 @@ def device_memory(num_bytes: int) -> StagingMemory:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Waits for something that must come true, and fails when it does not."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110  # what is watched knows nothing of events
             await asyncio.sleep(0.005)
 
@@ -279,6 +279,6 @@ async def rig(
         await server.stop(None)
         await landed.close()
         await given.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while left := {t for t in asyncio.all_tasks() - before if not t.done()}:
             await asyncio.wait(left, timeout=0.1)

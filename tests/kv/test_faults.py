@@ -104,7 +104,7 @@ async def test_a_message_that_is_lost_ends_in_time(point: str) -> None:
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
         collecting = asyncio.create_task(world.collect(offer, pool))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             ended = await offer.wait()
             await asyncio.wait([collecting])
         assert faults.injected.total() == 1

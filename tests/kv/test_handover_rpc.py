@@ -158,7 +158,7 @@ async def test_a_receiver_that_vanishes_ends_the_senders_work(ending: str) -> No
         stream = SenderConnection(channel).collect()
         assert await anext(aiter(stream)) == ANNOUNCED
         await channel.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await sender.over.wait()
         await stream.close()
 
@@ -168,7 +168,7 @@ async def test_closing_is_bounded_although_the_sender_goes_on_talking() -> None:
     async with connected(sender) as (channel, _):
         stream: CollectStream = SenderConnection(channel).collect()
         await anext(aiter(stream))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await stream.close()
             await sender.over.wait()
 
@@ -181,7 +181,7 @@ async def test_a_sender_that_leaves_while_it_is_written_to_has_left() -> None:
     sender = Scripted([], "ends")
     async with connected(sender) as (channel, _):
         stream = SenderConnection(channel).collect()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             with pytest.raises(Unavailable, match="the sender left"):
                 while True:
                     await stream.send(HEARTBEAT)
@@ -202,7 +202,7 @@ async def test_an_empty_message_is_a_fault() -> None:
         async def send(message: pb.CollectResponse) -> None:
             sent.append(message)
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await world.sender.serve(incoming(), send)
         (failed,) = (message.failed for message in sent if message.HasField("failed"))
         assert isinstance(error_from_proto(failed), HandoverFailed)

@@ -138,7 +138,7 @@ async def test_a_frozen_sender_fails_the_hand_over_and_both_sides_recover() -> N
             await collecting
         assert here.staging.ring.num_free == NUM_BUFFERS
         here.signal(signal.SIGCONT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while await here.ask(state=True) != {"free": NUM_BUFFERS, "offers": 0}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 

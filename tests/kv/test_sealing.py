@@ -18,7 +18,7 @@ BUFFER_BYTES = 1 << 20
 """Large enough that hashing one leaves the event loop."""
 PER_BUFFER = (BUFFER_BYTES - 128) // 256
 POSITIONS = 3 * PER_BUFFER
-PATIENCE_S = 20
+PATIENCE_S = 120.0
 
 
 class Watched(HostMemory):

@@ -35,7 +35,7 @@ class Pair:
 
     def read(self, remote_buffer: int, local_buffer: int, size: int) -> ReadState:
         handle = self.transport.post(self.peer, remote_buffer, local_buffer, size)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (state := self.transport.poll(handle)) is ReadState.RUNNING:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -85,7 +85,7 @@ def test_a_read_brings_exactly_the_bytes_asked_for(pair: Pair) -> None:
 
 def test_many_reads_at_once(pair: Pair) -> None:
     handles = [pair.transport.post(pair.peer, i, i, BUFFER_BYTES) for i in range(NUM_BUFFERS)]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while any(pair.transport.poll(handle) is not ReadState.DONE for handle in handles):
         assert time.monotonic() < deadline
     for index, handle in enumerate(handles):
@@ -195,7 +195,7 @@ def test_killed_processes_leave_no_shared_memory_behind() -> None:
     with neighbour("loopback", NUM_BUFFERS, BUFFER_BYTES) as other:
         other.process.kill()
         other.process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not abandoned() <= before:
         assert time.monotonic() < deadline
         time.sleep(0.05)

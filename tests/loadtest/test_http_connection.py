@@ -44,7 +44,7 @@ async def asked(
 ) -> tuple[int, bytes, HttpConnection]:
     parts: list[bytes] = []
     connection = await HttpConnection.open("127.0.0.1", port, trusted)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         head = await connection.ask(REQUEST, parts.append)
     return head.status, b"".join(parts), connection
 
@@ -53,7 +53,7 @@ async def test_one_answer_after_the_other() -> None:
     async with answering(OK, OK) as port:
         status, body, connection = await asked(port)
         assert (status, body, connection.usable) == (200, b"hi", True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             head = await connection.ask(REQUEST, lambda part: None)
         assert head.status == 200 and head.headers == {"content-length": "2"}
         connection.close()
@@ -85,7 +85,7 @@ async def test_an_answer_that_does_not_end(answer: bytes, heard: bool) -> None:
     async with answering(answer) as port:
         connection = await HttpConnection.open("127.0.0.1", port)
         with pytest.raises(ConnectionLost):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 await connection.ask(REQUEST, lambda part: None)
         assert connection.answered is heard and not connection.usable
 

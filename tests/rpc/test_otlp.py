@@ -20,7 +20,7 @@ from batonlm.rpc.otel import SAY_EVERY_S, OtelLogs, otlp_tracer
 from batonlm.rpc.tracing import OFF, Kind
 from tests.receiver import receiver
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 INSTANCE_ID = "0123456789abcdef" * 2
 THEIRS = TraceContext(f"00-{'a' * 32}-{'b' * 16}-01")
 

@@ -21,7 +21,7 @@ from tests.rpc.authority import Authority
 from tests.rpc.echo import METHODS, Echo, call, unary
 
 TOKEN = "0123456789abcdef" * 4
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ async def told(channel: grpc.aio.Channel, *names: str) -> list[bool]:
 
 
 def scrape(address: str) -> bytes:
-    with urlopen(f"http://{address}/metrics", timeout=20) as answer:
+    with urlopen(f"http://{address}/metrics", timeout=120) as answer:
         return bytes(answer.read())
 
 

@@ -26,7 +26,7 @@ from batonlm.rpc.server import Probes, ProcessServer, Service
 from batonlm.rpc.tls import Certificates
 from tests.rpc.authority import Authority, Files
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 PREFILL = "baton.v1.Prefill"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 

@@ -106,12 +106,12 @@ def test_ctrl_c_shows_what_there_is(file: Path, tmp_path: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not server.records():
                 assert time.monotonic() < deadline and running.poll() is None
                 time.sleep(0.05)
             running.send_signal(signal.SIGINT)
-            out, err = running.communicate(timeout=60)
+            out, err = running.communicate(timeout=120)
         finally:
             running.kill()
             running.communicate()

@@ -20,7 +20,7 @@ from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 from tests.services.tokenizer.started import Started, started
 
-PATIENCE_S = 30
+PATIENCE_S = 120.0
 Call = grpc.aio.StreamStreamCall[pb.DetokenizerSessionRequest, pb.DetokenizerSessionResponse]
 
 

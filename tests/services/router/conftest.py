@@ -31,7 +31,7 @@ from batonlm.testing.scripted import (
 from tests.services.router.gateway import Gateway, gateway_of
 from tests.services.router.listed import Listed
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """Nothing here takes so long; what does has hung."""
 
 

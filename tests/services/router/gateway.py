@@ -32,7 +32,7 @@ class Gateway:
     world: World
 
     async def generate(self, **fields: object) -> list[pb.GenerateResponse]:
-        call = self.stub.Generate(request(**fields), timeout=20)
+        call = self.stub.Generate(request(**fields), timeout=120)
         return [message async for message in call]
 
 

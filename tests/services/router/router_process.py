@@ -30,7 +30,7 @@ class RouterProcess:
     async def metrics(self) -> dict[str, float]:
         """Every sample, by its name and labels as they are written."""
         async with httpx.AsyncClient(trust_env=False) as client:
-            text = (await client.get(f"http://{self.http}/metrics", timeout=20)).text
+            text = (await client.get(f"http://{self.http}/metrics", timeout=120)).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 

@@ -11,7 +11,7 @@ from batonlm.core.request.attempt import TokenLog
 from batonlm.core.request.request import FinishReason
 from batonlm.router.request.pacing import TICK_S, DeferredCalls, LoadMonitor, TokenCoalescer
 
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 
 
 class Asked:

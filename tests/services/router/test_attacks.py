@@ -253,7 +253,7 @@ async def test_every_grpc_route_counts_requests(world: World, name: str) -> None
 
     async def status(method: Callable[..., Any], message: Any, who: str) -> grpc.StatusCode:
         try:
-            async for _ in method(message, metadata=[("authorization", who)], timeout=20):
+            async for _ in method(message, metadata=[("authorization", who)], timeout=120):
                 pass
         except grpc.aio.AioRpcError as error:
             return error.code()
@@ -272,7 +272,7 @@ async def test_callers_of_grpc_without_names_share_by_their_addresses(world: Wor
     long = pb.GenerateRequest(text="x" * (1 << 16))
     inputs = world.pipeline.gate.admission.input_bytes
     async with grpc_routes(world, OpenAuthenticator()) as routes:
-        call = routes["Generate"][0](long, timeout=20)
+        call = routes["Generate"][0](long, timeout=120)
         await until(lambda: world.tokenizers[0].num_slow == 1)
         assert inputs.held("127.0.0.1") == inputs.total >= 1 << 16
         call.cancel()
@@ -296,7 +296,7 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
             assert await asked.ask(app) == 400
             return
         with pytest.raises(grpc.aio.AioRpcError):
-            async for _ in routes["Generate"][0](pb.GenerateRequest(text=text), timeout=20):
+            async for _ in routes["Generate"][0](pb.GenerateRequest(text=text), timeout=120):
                 pass
 
     async with grpc_routes(world, OpenAuthenticator()) as routes:

@@ -33,7 +33,7 @@ the client says so at the end."""
 async def raw(router: RouterProcess, begun: Callable[[], None]) -> None:
     with pytest.raises(httpx.HTTPError):
         async with (
-            httpx.AsyncClient(trust_env=False, timeout=60) as client,
+            httpx.AsyncClient(trust_env=False, timeout=120) as client,
             client.stream("POST", f"http://{router.http}/v1/completions", json=BODY) as answer,
         ):
             async for line in answer.aiter_lines():
@@ -104,7 +104,7 @@ async def test_every_client_takes_a_router_that_was_killed_for_a_failure(world: 
         await router.until(lambda told: told["baton_requests_open"] == len(readers))
         router.signal(signal.SIGKILL)
         await router.process.wait()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await asyncio.gather(*reading)
 
 
@@ -114,7 +114,7 @@ async def test_a_stream_without_a_worker_to_go_on_says_to_try_again(world: World
     world.decodes[0].step_s = BETWEEN_S
     async with (
         router_process(world, "--wait-timeout-s=1") as router,
-        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+        httpx.AsyncClient(trust_env=False, timeout=120) as client,
         client.stream("POST", f"http://{router.http}/v1/completions", json=BODY) as answer,
     ):
         lines = answer.aiter_lines()
@@ -132,14 +132,14 @@ async def test_a_router_that_is_told_twice_to_stop_says_to_try_again(world: Worl
     world.decodes[0].step_s = BETWEEN_S
     async with (
         router_process(world) as router,
-        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+        httpx.AsyncClient(trust_env=False, timeout=120) as client,
         client.stream("POST", f"http://{router.http}/v1/completions", json=BODY) as answer,
     ):
         lines = answer.aiter_lines()
         await anext(lines)
         router.signal(signal.SIGTERM)
         with contextlib.suppress(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False, timeout=60) as other:
+            async with httpx.AsyncClient(trust_env=False, timeout=120) as other:
                 health = f"http://{router.http}/health"
                 while (await other.get(health)).status_code != 503:  # noqa: ASYNC110 (a process)
                     await asyncio.sleep(0.01)

@@ -99,7 +99,7 @@ async def serving(*, token: str = "") -> AsyncIterator[Router]:
         async with (
             open_channel(await server.start()) as channel,
             httpx.AsyncClient(
-                base_url=f"http://{http.address}", timeout=20, trust_env=False
+                base_url=f"http://{http.address}", timeout=120, trust_env=False
             ) as client,
         ):
             headers = {"authorization": f"Bearer {key}"}
@@ -164,13 +164,13 @@ async def test_every_call_but_health_refuses_who_shows_no_key() -> None:
                 continue
             for metadata in ((), (("authorization", "Bearer baton-wrong"),)):
                 # A caller that never sends a message is told at once, too.
-                call: Any = router.channel.stream_stream(method)(metadata=metadata, timeout=20)
+                call: Any = router.channel.stream_stream(method)(metadata=metadata, timeout=120)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call.read()
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
                 assert isinstance(from_rpc_error(caught.value), Unauthenticated)
         health = health_pb2_grpc.HealthStub(router.channel)
-        alive = await health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+        alive = await health.Check(health_pb2.HealthCheckRequest(), timeout=120)
         assert alive.status == health_pb2.HealthCheckResponse.SERVING
         assert not router.frontend.seen
 
@@ -190,7 +190,7 @@ async def test_the_tenant_of_the_key_is_the_requests_on_both_faces(
         asked = pb.GenerateRequest(text="hello")
         asked.options.stop.max_tokens = 3
         metadata = (*router.metadata, ("x-request-id", "chosen"))
-        async for _ in stub.Generate(asked, metadata=metadata, timeout=20):
+        async for _ in stub.Generate(asked, metadata=metadata, timeout=120):
             pass
         over_http, over_grpc = router.frontend.seen
         tenant = router.book.tenant("acme")
@@ -209,10 +209,10 @@ async def test_no_web_page_calls_a_router_without_keys_over_grpc() -> None:
     async with open_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         asked = pb.ListModelsRequest()
-        assert (await stub.ListModels(asked, timeout=20)).models
+        assert (await stub.ListModels(asked, timeout=120)).models
         for origin in ("https://evil.example", "null", ""):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.ListModels(asked, metadata=(("origin", origin),), timeout=20)
+                await stub.ListModels(asked, metadata=(("origin", origin),), timeout=120)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert from_rpc_error(caught.value).field == "origin"
     await server.stop(0)
@@ -232,7 +232,7 @@ async def _methods(router: Router) -> AsyncIterator[str]:
         async def requests() -> AsyncIterator[Any]:
             yield reflection_pb2.ServerReflectionRequest(**wanted)
 
-        call = stub.ServerReflectionInfo(requests(), metadata=router.metadata, timeout=20)
+        call = stub.ServerReflectionInfo(requests(), metadata=router.metadata, timeout=120)
         async for answer in call:
             return answer
 

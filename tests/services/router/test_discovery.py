@@ -34,7 +34,7 @@ from tests.services.router.conftest import until
 from tests.services.router.kubernetes_api import FakeApi, endpoint, slice_of
 from tests.services.router.listed import Listed
 
-WITHIN_S = 20.0
+WITHIN_S = 120.0
 ONE, TWO, THREE = (f"127.0.0.{number}:7000" for number in (1, 2, 3))
 
 

@@ -39,7 +39,7 @@ async def http_of(
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
             yield client
     finally:
         await server.close()

@@ -36,24 +36,24 @@ def test_it_serves_before_there_are_workers_and_is_not_ready() -> None:
             assert said["role"] == "router"
             with grpc.insecure_channel(said["grpc"]) as channel:
                 health = health_pb2_grpc.HealthStub(channel)
-                alive = health.Check(health_pb2.HealthCheckRequest(), timeout=20)
+                alive = health.Check(health_pb2.HealthCheckRequest(), timeout=120)
                 ready = health.Check(
-                    health_pb2.HealthCheckRequest(service="baton.v1.Inference"), timeout=20
+                    health_pb2.HealthCheckRequest(service="baton.v1.Inference"), timeout=120
                 )
             assert alive.status == health_pb2.HealthCheckResponse.SERVING
             assert ready.status == health_pb2.HealthCheckResponse.NOT_SERVING
             try:
-                urllib.request.urlopen(f"http://{said['http']}/health", timeout=20)
+                urllib.request.urlopen(f"http://{said['http']}/health", timeout=120)
                 raise AssertionError("ready without workers")
             except urllib.error.HTTPError as error:
                 assert error.code == 503
                 error.close()
             url = f"http://{said['http']}/metrics"
-            with urllib.request.urlopen(url, timeout=20) as answer:
+            with urllib.request.urlopen(url, timeout=120) as answer:
                 told = answer.read().decode()
             assert "baton_requests_open 0.0" in told and leaks.held(told) == {}
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_is_named() -> None:
             faces = {"http": taken["http"], "grpc": grpc_address, "health": grpc_address}
             for flag, address in {**faces, "metrics": grpc_address}.items():
                 with start(f"--{flag}-listen", address) as second:
-                    _, complaint = second.communicate(timeout=30)
+                    _, complaint = second.communicate(timeout=120)
                 assert second.returncode == 2
                 assert "in use" in complaint
                 assert "Traceback" not in complaint
@@ -84,14 +84,14 @@ def test_probes_and_scrapers_have_ports_of_their_own() -> None:
             process.stdout.readline()
             with grpc.insecure_channel(health) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
-                statuses = stub.List(health_pb2.HealthListRequest(), timeout=20).statuses
+                statuses = stub.List(health_pb2.HealthListRequest(), timeout=120).statuses
             serving = health_pb2.HealthCheckResponse.SERVING
             assert {name: it.status == serving for name, it in statuses.items()} == {
                 "": True,
                 "startup": True,
                 "baton.v1.Inference": False,
             }
-            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=120) as answer:
                 assert b"baton_requests_open 0.0" in answer.read()
         finally:
             process.kill()
@@ -138,7 +138,7 @@ def test_without_keys_it_answers_under_its_own_names_and_those_it_was_given() ->
 
 def test_a_name_that_is_none_is_refused_at_the_start() -> None:
     with start("--allowed-hosts", "http://baton.example") as process:
-        _, complaint = process.communicate(timeout=30)
+        _, complaint = process.communicate(timeout=120)
     assert process.returncode == 2 and "allowed" in complaint and "Traceback" not in complaint
 
 
@@ -149,7 +149,7 @@ def status(url: str, *, host: str = "", key: str = "") -> int:
         headers["Authorization"] = f"Bearer {key}"
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(url, headers=headers), timeout=20
+            urllib.request.Request(url, headers=headers), timeout=120
         ) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
@@ -159,5 +159,5 @@ def status(url: str, *, host: str = "", key: str = "") -> int:
 
 def scrape_text(url: str, key: str) -> str:
     asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.urlopen(asked, timeout=20) as answer:
+    with urllib.request.urlopen(asked, timeout=120) as answer:
         return str(answer.read().decode())

@@ -38,7 +38,7 @@ class Face:
     world: World
 
     async def generate(self, request: pb.GenerateRequest) -> list[pb.GenerationEvent]:
-        return [answer.event async for answer in self.stub.Generate(request, timeout=20)]
+        return [answer.event async for answer in self.stub.Generate(request, timeout=120)]
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ async def test_chat(face: Face) -> None:
     request = pb.ChatRequest(
         messages=[tokenizer_pb2.ChatMessage(role="user", content="hi")], options=options(n=2)
     )
-    events = [answer.event async for answer in face.stub.Chat(request, timeout=20)]
+    events = [answer.event async for answer in face.stub.Chat(request, timeout=120)]
     for choice in range(2):
         expected, _ = language.answer(tuple(b"user:hi\n"), 5, choice, 20, ignore_eos=True)
         text = "".join(e.delta.text for e in events if e.delta.choice == choice)
@@ -248,7 +248,7 @@ async def test_a_call_that_is_not_read_is_cut(
         )
         answers = aiter(face.stub.Generate(pb.GenerateRequest(text=PROMPT, options=wanted)))
         await anext(answers)
-        await asyncio.wait_for(closed.wait(), 20)
+        await asyncio.wait_for(closed.wait(), 120)
         await until(world.nothing_left)
         sizes: list[int] = []
         with pytest.raises(grpc.aio.AioRpcError) as failed:

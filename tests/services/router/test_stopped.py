@@ -32,7 +32,7 @@ class Reading:
             stop=types_pb2.StopParams(max_tokens=TOKENS, ignore_eos=True),
             return_token_ids=True,
         )
-        self._call = stub.Generate(pb.GenerateRequest(text=PROMPT, options=options), timeout=60)
+        self._call = stub.Generate(pb.GenerateRequest(text=PROMPT, options=options), timeout=120)
         self.begun = asyncio.Event()
 
     async def read(self) -> None:

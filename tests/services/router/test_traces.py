@@ -260,11 +260,11 @@ async def test_both_grpc_faces_go_on_with_the_callers_trace(
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         asked = inference_pb2.GenerateRequest(text=PROMPT)
-        async for _ in stub.Generate(asked, timeout=20, metadata=metadata):
+        async for _ in stub.Generate(asked, timeout=120, metadata=metadata):
             pass
     await server.stop(0)
     async with gateway_of(world, RouterConfig(vllm_engine=True)) as gateway:
-        async for _ in gateway.stub.Generate(request(), timeout=20, metadata=metadata):
+        async for _ in gateway.stub.Generate(request(), timeout=120, metadata=metadata):
             pass
     roots = recorded.named(ROOT)
     assert [f"{root.parent.span_id:016x}" for root in roots if root.parent] == ["b" * 16] * 2

@@ -33,7 +33,7 @@ TOKENS = 10
 ROUTER = WorkerIdentity("router", "r" * 32, "")
 KIND = WorkerClass("m", needs_decode=True, short=False)
 GIVE_UP_S = 5.0
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):

@@ -79,7 +79,7 @@ async def test_what_stopped_an_answer(gateway: Gateway) -> None:
 async def test_an_end_of_the_models_own_is_no_match(gateway: Gateway) -> None:
     seed = next(s for s in range(999) if language.answer(IDS, s, 0, 20)[1] is FinishReason.STOP)
     asked = pb.SamplingParams(seed=seed, max_tokens=20)
-    call = gateway.stub.Generate(pb.GenerateRequest(text=TEXT, sampling_params=asked), timeout=20)
+    call = gateway.stub.Generate(pb.GenerateRequest(text=TEXT, sampling_params=asked), timeout=120)
     (message,) = [message async for message in call]
     assert message.complete.finish_reason == "stop"
     assert message.complete.WhichOneof("matched_stop") is None
@@ -111,7 +111,7 @@ async def test_refusals_are_in_the_protocols_words(gateway: Gateway) -> None:
 
 
 async def test_ids_and_seed_are_told_in_headers(gateway: Gateway) -> None:
-    call = gateway.stub.Generate(request(), timeout=20)
+    call = gateway.stub.Generate(request(), timeout=120)
     headers = dict(await call.initial_metadata())
     assert headers["x-baton-seed"] == "5"
     assert len(headers["x-baton-request-id"]) == 24
@@ -123,12 +123,12 @@ async def test_an_abort_ends_what_runs(gateway: Gateway) -> None:
     """With the tokens so far; and it names a request of the protocol's, not one of Baton's."""
     asked = request(request_id="mine", stream=True, sampling_params=sampling(n=2, max_tokens=4000))
     messages: list[pb.GenerateResponse] = []
-    call = gateway.stub.Generate(asked, timeout=20)
+    call = gateway.stub.Generate(asked, timeout=120)
     other = asyncio.ensure_future(gateway.generate(request_id="other"))
     async for message in call:
         messages.append(message)
         if len(messages) == 6:
-            await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine", "never"]), timeout=20)
+            await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine", "never"]), timeout=120)
     assert await call.code() is grpc.StatusCode.OK
     *_, end, other_end = messages
     assert {end.complete.index, other_end.complete.index} == {0, 1}
@@ -149,7 +149,7 @@ async def test_an_abort_ends_what_waits_for_a_worker(gateway: Gateway) -> None:
         gateway.generate(request_id="mine", sampling_params=sampling(n=2))
     )
     await until(lambda: gateway.world.pipeline.num_requests == 1)
-    await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]), timeout=20)
+    await gateway.stub.Abort(pb.AbortRequest(request_ids=["mine"]), timeout=120)
     messages = await asked
     assert [m.complete.finish_reason for m in messages] == ["abort", "abort"]
     await until(gateway.world.nothing_left)
@@ -157,7 +157,7 @@ async def test_an_abort_ends_what_waits_for_a_worker(gateway: Gateway) -> None:
 
 async def test_a_call_that_is_cancelled_frees_everything(gateway: Gateway) -> None:
     asked = request(stream=True, sampling_params=sampling(n=4, max_tokens=3000))
-    call = gateway.stub.Generate(asked, timeout=20)
+    call = gateway.stub.Generate(asked, timeout=120)
     await anext(aiter(call))
     assert not gateway.world.nothing_left()
     call.cancel()
@@ -168,7 +168,7 @@ async def test_a_worker_that_dies_is_not_noticed(world: World) -> None:
     await world.start(decodes=2)
     async with gateway_of(world, RouterConfig(vllm_engine=True)) as gateway:
         call = gateway.stub.Generate(
-            request(stream=True, sampling_params=sampling(max_tokens=200)), timeout=20
+            request(stream=True, sampling_params=sampling(max_tokens=200)), timeout=120
         )
         tokens: list[int] = []
         async for message in call:
@@ -187,7 +187,7 @@ async def test_a_gateways_one_connection_carries_many_requests(gateway: Gateway)
         asyncio.ensure_future(gateway.generate(request_id="all", stream=True)) for _ in range(count)
     ]
     await until(lambda: gateway.world.pipeline.num_requests == count)
-    await gateway.stub.Abort(pb.AbortRequest(request_ids=["all"]), timeout=20)
+    await gateway.stub.Abort(pb.AbortRequest(request_ids=["all"]), timeout=120)
     for messages in await asyncio.gather(*asked):
         assert messages[-1].complete.finish_reason == "abort"
     await until(gateway.world.nothing_left)
@@ -207,19 +207,19 @@ async def test_a_gateway_is_the_tenant_of_its_key(world: World) -> None:
     config = RouterConfig(vllm_engine=True)
     async with gateway_of(world, config, IndexAuthenticator(book)) as gateway:
         asked = request(request_id="x", stream=True)
-        call = gateway.stub.Generate(asked, metadata=showing(key), timeout=20)
+        call = gateway.stub.Generate(asked, metadata=showing(key), timeout=120)
         assert tuple((await call.read()).chunk.token_ids)
         (run,) = world.prefills[0].runs
         tenant = book.tenant("acme")
         assert (run.tenant, run.cache_salt) == ("acme", tenant.salted(b""))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await gateway.stub.Generate(asked, metadata=showing(key), timeout=20).read()
+            await gateway.stub.Generate(asked, metadata=showing(key), timeout=120).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert from_rpc_error(caught.value).retry_after_s
         abort = pb.AbortRequest(request_ids=["x"])
-        await gateway.stub.Abort(abort, metadata=showing(other), timeout=20)
+        await gateway.stub.Abort(abort, metadata=showing(other), timeout=120)
         assert world.pipeline.num_requests == 1
-        await gateway.stub.Abort(abort, metadata=showing(key), timeout=20)
+        await gateway.stub.Abort(abort, metadata=showing(key), timeout=120)
         assert (await call.read()).complete.finish_reason == "abort"
         await until(world.nothing_left)
 

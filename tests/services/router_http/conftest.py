@@ -38,7 +38,7 @@ async def server(frontend: Scripted, registry: CollectorRegistry) -> AsyncIterat
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
     base = f"http://{server.address}"
-    async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
         yield client
 
 

@@ -263,6 +263,6 @@ def openai_client(address: str) -> openai.AsyncOpenAI:
         base_url=f"http://{address}/v1",
         api_key="x",
         max_retries=0,
-        timeout=30,
+        timeout=120,
         http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
     )

@@ -13,7 +13,7 @@ from batonlm.core.errors import Internal, Unavailable
 from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 
 BODY = {"prompt": "abc", "max_tokens": 100, "stream": True}
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 class Exchange:

@@ -29,7 +29,7 @@ async def serving(*origins: str) -> AsyncIterator[httpx.AsyncClient]:
     server = await serve_http(with_cors(app, origins) if origins else app, "127.0.0.1:0")
     base = f"http://{server.address}"
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
             yield client
     finally:
         await server.close()

@@ -35,7 +35,7 @@ async def serving(
 
 def client(address: str, context: ssl.SSLContext) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=f"https://{address}", verify=context, timeout=20, trust_env=False
+        base_url=f"https://{address}", verify=context, timeout=120, trust_env=False
     )
 
 
@@ -59,11 +59,11 @@ async def test_it_answers_over_tls_only_and_follows_its_files(
             assert (await earlier.get("/health")).status_code == 200
             asked = earlier.post(CHAT, json={**HELLO, "stream": True})
             running = asyncio.ensure_future(asked)
-            await asyncio.wait_for(frontend.started.wait(), 30)
+            await asyncio.wait_for(frontend.started.wait(), 120)
             renewed = Authority(tmp_path).host("public", "127.0.0.1")
             # Another CA altogether: only a new certificate satisfies it, only the old one the old.
             async with client(server.address, trusting(renewed)) as later:
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     while not await answers(later):  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
             frontend.release.set()

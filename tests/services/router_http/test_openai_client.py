@@ -375,7 +375,7 @@ async def test_leaving_a_stream_closes_it(client: Client, frontend: Scripted) ->
             break
     assert frontend.open_streams == 1
     await stream.close()
-    await asyncio.wait_for(frontend.closed.wait(), 30)
+    await asyncio.wait_for(frontend.closed.wait(), 120)
     assert frontend.open_streams == 0
 
 
@@ -384,11 +384,11 @@ async def test_leaving_while_waiting_closes_too(client: Client, frontend: Script
     waiting = asyncio.ensure_future(
         client.completions.create(model=MODEL.name, prompt=["ab", "cd"])
     )
-    await asyncio.wait_for(frontend.started.wait(), 30)
+    await asyncio.wait_for(frontend.started.wait(), 120)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while frontend.open_streams:
             frontend.closed.clear()
             await frontend.closed.wait()

@@ -30,7 +30,7 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     server = await serve_http(app, "127.0.0.1:0")
     base = f"http://{server.address}"
     try:
-        async with httpx.AsyncClient(base_url=base, timeout=30, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as http:
             index = await http.get("/")
             assert index.headers["content-type"] == "text/html; charset=utf-8"
             policy = index.headers["content-security-policy"]

@@ -85,7 +85,7 @@ async def test_characters_of_several_bytes_arrive_whole(server: HttpServer) -> N
     async with connected(server) as (reader, writer):
         writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
         lines = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not (line := await reader.readline()).startswith(b"data: [DONE]"):
                 lines.append(line)
     chunks = [json.loads(line[6:].decode()) for line in lines if line.startswith(b"data: ")]
@@ -168,7 +168,7 @@ async def test_headers_that_are_too_large(http: httpx.AsyncClient, server: HttpS
     assert response.status_code == 431
     async with connected(server) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nx-endless: " + b"x" * 20_000)
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 120)
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
@@ -176,7 +176,7 @@ async def test_headers_that_are_too_large(http: httpx.AsyncClient, server: HttpS
 async def test_what_is_no_http(server: HttpServer, garbage: bytes) -> None:
     async with connected(server) as (reader, writer):
         writer.write(garbage)
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 120)
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
@@ -187,8 +187,8 @@ async def test_a_head_that_does_not_end_is_cut() -> None:
         connected(server) as (silent, _),
     ):
         slow_writer.write(b"POST /v1/completions HTTP/1.1\r\nx: ")
-        assert await asyncio.wait_for(slow.read(), 30) == b""
-        assert await asyncio.wait_for(silent.read(), 30) == b""
+        assert await asyncio.wait_for(slow.read(), 120) == b""
+        assert await asyncio.wait_for(silent.read(), 120) == b""
 
 
 async def test_a_client_that_does_not_read_is_cut() -> None:
@@ -201,7 +201,7 @@ async def test_a_client_that_does_not_read_is_cut() -> None:
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
-        await asyncio.wait_for(frontend.closed.wait(), 60)
+        await asyncio.wait_for(frontend.closed.wait(), 120)
         assert frontend.open_streams == 0
 
 
@@ -216,8 +216,8 @@ async def test_connections_are_bounded() -> None:
         idle_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         async with connected(server) as (busy, busy_writer):
             busy_writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
-            assert (await asyncio.wait_for(idle.read(), 30)).startswith(b"HTTP/1.1 200 ")
-            await asyncio.wait_for(frontend.started.wait(), 30)
+            assert (await asyncio.wait_for(idle.read(), 120)).startswith(b"HTTP/1.1 200 ")
+            await asyncio.wait_for(frontend.started.wait(), 120)
             async with connected(server) as (third, third_writer):
                 third_writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 answer = asyncio.ensure_future(third.readline())
@@ -228,7 +228,7 @@ async def test_connections_are_bounded() -> None:
                 assert b"data: [DONE]" in await asyncio.wait_for(
                     busy.readuntil(b"data: [DONE]"), 30
                 )
-                assert (await asyncio.wait_for(answer, 30)).startswith(b"HTTP/1.1 200 ")
+                assert (await asyncio.wait_for(answer, 120)).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.deep
@@ -238,10 +238,10 @@ async def test_leaving_is_seen_behind_a_pipelined_request(
     frontend.hold = True
     async with connected(server) as (reader, writer):
         writer.write(post(json.dumps({**HELLO, "stream": True}).encode()))
-        await asyncio.wait_for(reader.readuntil(b"assistant"), 30)
+        await asyncio.wait_for(reader.readuntil(b"assistant"), 120)
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         await writer.drain()
-    await asyncio.wait_for(frontend.closed.wait(), 30)
+    await asyncio.wait_for(frontend.closed.wait(), 120)
     assert frontend.open_streams == 0
 
 
@@ -250,7 +250,7 @@ async def test_a_pipelined_request_leaves_the_running_answer_whole(
 ) -> None:
     async with connected(server) as (reader, writer):
         writer.write(post(json.dumps(HELLO).encode()) + b"no HTTP at all\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 30)
+        answer = await asyncio.wait_for(reader.read(), 120)
     first, _, second = answer.partition(b"HTTP/1.1 400 ")
     assert first.startswith(b"HTTP/1.1 200 ") and b"connection: close" in second
     assert whole_answer("<user>hello", 0).encode() in first
@@ -262,12 +262,12 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
     server = await serve_http(http_app(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json=HELLO))
-        await asyncio.wait_for(frontend.started.wait(), 30)
+        await asyncio.wait_for(frontend.started.wait(), 120)
         closing = asyncio.ensure_future(server.close(grace_s=60))
         await asyncio.sleep(0)
         frontend.release.set()
         assert (await answer).status_code == 200
-        await asyncio.wait_for(closing, 30)
+        await asyncio.wait_for(closing, 120)
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
 
@@ -275,8 +275,8 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
     server = await serve_http(http_app(stuck, CollectorRegistry(), ANYONE), "127.0.0.1:0")
     async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
-        await asyncio.wait_for(stuck.started.wait(), 30)
-        await asyncio.wait_for(server.close(grace_s=0.05), 30)
+        await asyncio.wait_for(stuck.started.wait(), 120)
+        await asyncio.wait_for(server.close(grace_s=0.05), 120)
         assert stuck.open_streams == 0
         last = (await answer).text.removesuffix("\n\n").rpartition("data: ")[2]
         assert json.loads(last)["error"]["retryable"] is True

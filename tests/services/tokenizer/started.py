@@ -16,7 +16,7 @@ import grpc
 
 from batonlm.rpc.channels import INTERNAL_CLIENT
 
-PATIENCE_S = 60
+PATIENCE_S = 120.0
 SMALL_WINDOW = (*INTERNAL_CLIENT, ("grpc.http2.bdp_probe", 0))
 """A peer that does not read is noticed after 64 KiB, not after however much the probe allows."""
 

@@ -20,7 +20,7 @@ from batonlm.tokenizer.servicer import (
     give_way,
 )
 
-PATIENCE_S = 20
+PATIENCE_S = 120.0
 
 
 class Gate:

@@ -18,7 +18,7 @@ from batonlm.v1 import tokenizer_pb2 as pb
 from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.services.tokenizer.encoders import serving
 
-PATIENCE_S = 20
+PATIENCE_S = 120.0
 
 
 class SlowEncoder:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from batonlm.v1.decode_pb2_grpc import DecodeAsyncStub
     from batonlm.v1.prefill_pb2_grpc import PrefillAsyncStub
 
-PATIENCE_S = 30
+PATIENCE_S = 120.0
 BUFFER_BYTES = 4096
 """Holds about 240 positions of the fake runner, so that prompts take several KV chunks."""
 
