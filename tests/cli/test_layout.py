@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batonlm.cli.layout import UpOptions, check_machine, memory_flags, plan, resolve_model
+from batonlm.cli.layout import UpOptions, check_machine, gpu_memory_flags, plan, resolve_model
 from batonlm.core.errors import InvalidArgument, install
 
 
@@ -102,9 +102,9 @@ def test_workers_are_given_their_ranks() -> None:
     assert refused.value.field == "pipeline_parallel"
 
 
-def test_workers_of_several_ranks_share_gpus(tmp_path: Path) -> None:
-    assert memory_flags(tmp_path, 2, 4, ranks=2) == ()
-    assert memory_flags(tmp_path, 2, 2, ranks=2) == ("--memory-share", "0.450")
+def test_workers_of_several_ranks_share_gpus() -> None:
+    assert gpu_memory_flags(2, 4, ranks=2) == ()
+    assert gpu_memory_flags(2, 2, ranks=2) == ("--memory-share", "0.450")
 
 
 def test_pinning_goes_to_the_right_processes() -> None:

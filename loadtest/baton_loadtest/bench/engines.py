@@ -80,6 +80,10 @@ SHAPES = {
     "25m": _shape(4096, 512, 1536, 8, 8, 4),
     "100m": _shape(32000, 768, 2048, 12, 12, 4),
     "500m": _shape(32000, 1024, 3072, 28, 16, 8, config="Qwen3Config", head_dim=128),
+    "qwen3-0.6b": _shape(
+        *(151936, 1024, 3072, 28, 16, 8), config="Qwen3Config", head_dim=128, dtype="bfloat16"
+    ),
+    "llama-3.2-1b": _shape(128256, 2048, 8192, 16, 32, 8, dtype="bfloat16"),
 }
 
 
@@ -109,7 +113,8 @@ def build(job: dict[str, Any]) -> dict[str, Any]:
     settings, target = dict(job["settings"]), Path(job["target"])
     config = getattr(transformers, settings.pop("config"))(**settings)
     torch.manual_seed(0)
-    network = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    dtype = getattr(torch, settings.get("dtype", "float32"))
+    network = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as place:
         made = Path(place, "made")

@@ -1,7 +1,8 @@
 """`baton bench offline`: `batonlm.LLM` against `baton up` with its client, and transformers.
 
 The same prompts, all there from the start, greedily answered with a fixed number of tokens. Rounds
-alternate; the processes of `baton up` wait while others work.
+alternate; the processes of `baton up` wait while others work. Processor time says what each costs
+where other work on the machine makes clocks useless.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton_loadtest.bench import engines, peers
 from baton_loadtest.bench.options import SHAPES, TRANSPORT, option
 from baton_loadtest.drive import answers, random_prompts, tokens_per_second
-from baton_loadtest.launch import call, cores, fleet, say
+from baton_loadtest.launch import (
+    call,
+    check_cpu_clock,
+    cores,
+    fleet,
+    say,
+)
 from baton_loadtest.report import Report, Result, compared
 from batonlm.cli.layout import UpOptions
 from batonlm.core.errors import BatonError
@@ -43,6 +50,7 @@ WARM = 4
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError if the tokens of `LLM` and of `baton up` differ."""
+    check_cpu_clock()
     with tempfile.TemporaryDirectory() as empty:
         model = engines.with_tokenizer(engines.folder(args.shape), Path(empty))
         return Report(asyncio.run(_measure(args, model)))
@@ -50,7 +58,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 async def _measure(args: argparse.Namespace, model: Path) -> list[Result]:
     threads = len(cores())
-    found: dict[str, list[float]] = {"llm": [], "up": [], "transformers": []}
+    found: dict[str, list[Speeds]] = {"llm": [], "up": [], "transformers": []}
     options = UpOptions(model=str(model), kv_memory_mib=KV_MIB, transport=args.transport)
     async with fleet(options) as running:
         for number in range(args.rounds):
@@ -71,23 +79,42 @@ async def _measure(args: argparse.Namespace, model: Path) -> list[Result]:
             offline = await asyncio.to_thread(timed, run_llm)
             address = running.layout.grpc
             await answers(address, warm, args.output_tokens, WARM)
+            before = sum(running.spent_s().values())
             served = await answers(address, prompts, args.output_tokens, args.requests)
+            spent_s = sum(running.spent_s().values()) - before
             static = await asyncio.to_thread(timed, peers.run_transformers)
             if offline["tokens"] != [list(each.ids) for each in served]:
                 raise BatonError("LLM and `baton up` gave different tokens")
-            found["llm"].append(_speed(offline))
-            found["up"].append(tokens_per_second(served))
-            found["transformers"].append(_speed(static))
-            say(
-                f"round {number + 1} of {args.rounds}: "
-                + ", ".join(f"{name} {speeds[-1]:.0f}" for name, speeds in found.items())
-                + " tokens/s"
-            )
-    llm, up, static_speed = (median(speeds) for speeds in found.values())
-    name = f"transformers' generate, batches of {args.batch}"
+            tokens = sum(each.tokens for each in served)
+            found["llm"].append(_speeds(offline))
+            found["up"].append(Speeds(tokens_per_second(served), tokens / spent_s))
+            found["transformers"].append(_speeds(static))
+            each = ", ".join(f"{name} {s[-1].wall:.0f}" for name, s in found.items())
+            say(f"round {number + 1} of {args.rounds}: {each} tokens/s")
+    return _figures(found, args.batch)
+
+
+class Speeds(NamedTuple):
+    """Output tokens of one round."""
+
+    wall: float
+    """Per second."""
+    cpu: float
+    """Per second of processor time, of all processes that took part but the client's."""
+
+
+def _figures(found: dict[str, list[Speeds]], batch: int) -> list[Result]:
+    llm, up, static = (
+        Speeds(*(median(column) for column in zip(*speeds, strict=True)))
+        for speeds in found.values()
+    )
+    name = f"transformers' generate, batches of {batch}"
+    per_cpu = "tokens per processor second"
     return [
-        compared("output tokens, LLM against baton up", llm, "tokens/s", up),
-        compared(f"output tokens, LLM against {name}", llm, "tokens/s", static_speed),
+        compared("output tokens, LLM against baton up", llm.wall, "tokens/s", up.wall),
+        compared(f"output tokens, LLM against {name}", llm.wall, "tokens/s", static.wall),
+        compared("output tokens, LLM against baton up", llm.cpu, per_cpu, up.cpu),
+        compared(f"output tokens, LLM against {name}", llm.cpu, per_cpu, static.cpu),
         Result("requests with equal tokens, LLM and baton up", 100.0, "%"),
     ]
 
@@ -96,21 +123,22 @@ def _asked(prompts: Any, output_tokens: int) -> dict[str, Any]:
     return {"prompts": [list(p) for p in prompts], "outputs": [output_tokens] * len(prompts)}
 
 
-def _speed(served: dict[str, Any]) -> float:
-    return sum(map(len, served["tokens"])) / float(served["seconds"])
+def _speeds(served: dict[str, Any]) -> Speeds:
+    tokens = sum(map(len, served["tokens"]))
+    return Speeds(tokens / served["seconds"], tokens / served["cpu_seconds"])
 
 
 def run_llm(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, threads, requests, warm. Returns tokens and seconds."""
+    """job: model, requests, warm. Returns tokens, seconds and cpu_seconds."""
     from batonlm import LLM
 
-    with LLM(job["model"], threads=job["threads"], kv_memory_mib=KV_MIB) as llm:
-        seconds, tokens = 0.0, []
+    with LLM(job["model"], kv_memory_mib=KV_MIB) as llm:
+        seconds, spent, tokens = 0.0, 0.0, []
         for asked in (job["warm"], job["requests"]):
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             found = llm.generate(
                 asked["prompts"], max_tokens=asked["outputs"][0], temperature=0, ignore_eos=True
             )
-            seconds = time.perf_counter() - began
+            seconds, spent = time.perf_counter() - began, time.process_time() - cpu
             tokens = [list(answer.choices[0].token_ids) for answer in found]
-    return {"tokens": tokens, "seconds": seconds}
+    return {"tokens": tokens, "seconds": seconds, "cpu_seconds": spent}

@@ -41,7 +41,10 @@ def values(kind: Callable[[str], Any], allowed: tuple[str, ...] = ()) -> Callabl
 MODEL = option("--model", "", "folder or hub id (default: the bundled model)")
 TRANSPORT = option("--transport", "nixl", choices=("nixl", "loopback"))
 DEVICE = option("--device", "cpu", choices=("cpu", "cuda"))
-SHAPES = "tiny, 8m, 25m, 100m, 500m: random weights, built once; or a model's folder or hub id"
+SHAPES = (
+    "tiny, 8m, 25m, 100m, 500m, qwen3-0.6b, llama-3.2-1b: random weights, built once; or a model's "
+    "folder or hub id"
+)
 
 
 def engine(threads: int, shape: str = "100m") -> tuple[Option, ...]:

@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
 from dataclasses import dataclass, field
 from importlib.resources import files
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
+from batonlm.cli.precision import Precision, choose, cpu_flags, read_weights
 from batonlm.cli.throwaway_ca import ThrowawayCa
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import MIB
-from batonlm.engine.memory import host_free_bytes, size
+from batonlm.engine.memory import host_free_bytes
 from batonlm.rpc.address import check_listen, is_loopback, join
-from batonlm.worker.hardware import CPU_SHARE, GPU_SHARE, usable_gpus
-
-_FLOAT32_BYTES = 4
+from batonlm.worker.hardware import GPU_SHARE, usable_gpus
 
 
-def memory_flags(folder: Path, engines: int, num_gpus: int, ranks: int = 1) -> tuple[str, ...]:
-    """Returns the flags for the memory of each of `engines` workers of `ranks` ranks that serve a
-    model.
-
-    On GPUs, which the processes take evenly, those that share one get equal parts of it. On CPUs
-    the amount is fixed once for all of them, from the free memory before the first one starts, so
-    that a restarted worker has the same pool and the same longest sequence as before. Raises
-    InvalidArgument if the weights alone do not fit.
-    """
-    if num_gpus:
-        on_one = -(-engines * ranks // num_gpus)
-        return () if on_one == 1 else ("--memory-share", f"{GPU_SHARE / on_one:.3f}")
-    free = host_free_bytes()
-    weights = _FLOAT32_BYTES * num_weights(folder)
-    kv = int(free * CPU_SHARE) // engines - weights
-    if kv < MIB:
-        raise InvalidArgument(
-            f"{engines} engine processes take {size(engines * weights)} for weights in float32, "
-            f"and {size(free)} are free",
-            field="model",
-        )
-    return ("--kv-memory-mib", str(kv // MIB))
-
-
-def num_weights(folder: Path) -> int:
-    """Returns the number of elements of all tensors in a folder's safetensors files."""
-    return sum(_elements(file) for file in folder.glob("*.safetensors"))
-
-
-def _elements(file: Path) -> int:
-    """A file's header is the length of a JSON object, 8 bytes little-endian, and the object."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = stream.read(min(length, file.stat().st_size))
-    try:
-        tensors = json.loads(header)
-        return sum(prod(t["shape"]) for name, t in tensors.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return 0  # an invalid file: the workers report it by name
+def gpu_memory_flags(engines: int, num_gpus: int, ranks: int = 1) -> tuple[str, ...]:
+    """Returns the flags for the memory of each of `engines` workers of `ranks` ranks. The processes
+    take GPUs evenly, and those that share one get equal parts of it."""
+    on_one = -(-engines * ranks // num_gpus)
+    return () if on_one == 1 else ("--memory-share", f"{GPU_SHARE / on_one:.3f}")
 
 
 BUNDLED = "baton-tiny"
@@ -156,6 +119,8 @@ class Layout:
     http: str
     grpc: str
     threads: int
+    note: str = ""
+    """What the model takes on this machine, in words for the user, where that is known."""
     ca: str = ""
     """File of the CA that all processes trust; empty: no TLS."""
     peer_token: str = field(default="", repr=False)
@@ -208,9 +173,27 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     engines = options.prefill + options.decode
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
     memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
-    if not options.kv_memory_mib and options.runner == "torch":
+    precision, note = Precision(options.dtype, options.quantize), ""
+    if options.runner == "torch":
         ranks = options.tensor_parallel * options.pipeline_parallel
-        memory = memory_flags(model, engines, len(usable_gpus(options.device)), ranks)
+        if num_gpus := len(usable_gpus(options.device)):
+            if not options.kv_memory_mib:
+                memory = gpu_memory_flags(engines, num_gpus, ranks)
+        elif sys.platform == "linux" or not options.kv_memory_mib:
+            # Fixed once for all, from the free memory before the first one starts, so that a
+            # restarted worker has the same pool and the same longest sequence as before.
+            chosen = choose(
+                read_weights(model),
+                engines,
+                host_free_bytes(),
+                dtype=options.dtype,
+                quantize=options.quantize,
+                threads=threads,
+                cpu=cpu_flags(),
+            )
+            precision, note = chosen.precision, chosen.words
+            if not options.kv_memory_mib:
+                memory = ("--kv-memory-mib", str(chosen.kv_bytes // MIB))
     ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
@@ -231,7 +214,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         *served,
         *("--threads", str(threads), "--transport", options.transport),
         *("--exact", str(options.exact).lower()),
-        *("--dtype", options.dtype, "--quantize", options.quantize, "--device", options.device),
+        *("--dtype", precision.dtype, "--quantize", precision.quantize, "--device", options.device),
         *("--kv-cache-dtype", options.kv_cache_dtype),
         *("--tensor-parallel", str(options.tensor_parallel)),
         *("--pipeline-parallel", str(options.pipeline_parallel)),
@@ -293,6 +276,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         f"{'https' if ca else 'http'}://{join(reached, http_port)}",
         join(reached, grpc_port),
         threads,
+        note,
         str(ca.ca) if ca else "",
         secrets.token_hex(32),
     )

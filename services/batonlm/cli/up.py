@@ -68,7 +68,8 @@ Stop it: {command} down{state.option()}      Logs: {state.log_file()}"""
 class Progress:
     """Shows the start on stderr: a line per process on a terminal, otherwise plain lines."""
 
-    def __init__(self, num_processes: int) -> None:
+    def __init__(self, num_processes: int, note: str = "") -> None:
+        """note: a line for the user before the first process serves."""
         self._console = Console(file=sys.stderr)
         self._began = time.monotonic()
         self._serving = 0
@@ -84,6 +85,8 @@ class Progress:
             transient=True,
             disable=not self._console.is_terminal,
         )
+        if note:
+            self._console.print(note)
         self._console.print(f"Starting {num_processes} processes")
         self._bars.start()
 
@@ -405,7 +408,7 @@ class _Terminal:
 
     def __init__(self, args: argparse.Namespace, layout: Layout) -> None:
         self._args = args
-        self._progress = Progress(len(layout.processes))
+        self._progress = Progress(len(layout.processes), layout.note)
         self.show, self.close = self._progress.show, self._progress.close
 
     def ready(self, description: dict[str, Any]) -> None:
@@ -430,7 +433,7 @@ def _detach(args: argparse.Namespace) -> int:
             )
         finally:
             os.close(writer)
-        progress = Progress(len(layout.processes))
+        progress = Progress(len(layout.processes), layout.note)
         try:
             for what, *details in _reported(reports.fileno()):
                 if what == "failed":

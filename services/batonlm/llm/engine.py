@@ -172,9 +172,17 @@ class Engine:
 
     def _enter(self, jobs: Sequence[Job]) -> None:
         """Hands the next attempts of jobs to the scheduler."""
-        task = self._loop.create_task(self._add(jobs))
+        task = self._loop.create_task(self._add_or_end(jobs))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _add_or_end(self, jobs: Sequence[Job]) -> None:
+        try:
+            await self._add(jobs)
+        except Exception:
+            fault = _fault()
+            for job in jobs:
+                self._end(job, fault)
 
     async def _add(self, jobs: Sequence[Job]) -> None:
         compiled: list[tuple[Job, CompiledGrammar | None]] = []
@@ -232,7 +240,12 @@ class Engine:
         if choice.log.ended:
             # Of a step that ran when a stop string was found.
             return
-        if choice.take(tokens):
+        try:
+            stopped = choice.take(tokens)
+        except Exception:
+            self._end(job, _fault())
+            return
+        if stopped:
             self._free(key, tokens.key.choice)
         if choice.log.ended and all(one.log.ended for one in job.choices):
             self._end(job)
@@ -277,6 +290,12 @@ async def _unless(stopped: asyncio.Future[Any], starting: Coroutine[Any, Any, No
         await asyncio.wait({task})
         raise _closed()
     task.result()
+
+
+def _fault() -> Internal:
+    """The error for a fault of ours that is being handled, and its line in the log."""
+    log.exception("a request failed by a fault of Baton")
+    return Internal("This request failed by a fault of Baton; the log has the reason.")
 
 
 def _closed() -> Unavailable:

@@ -96,6 +96,7 @@ class EngineOptions(TypedDict, total=False):
     """Most prompt tokens of a step."""
     block_size: int
     """In tokens."""
+    kv_cache_dtype: str
     kv_memory_mib: int
     memory_share: float
     swap_host_mib: int

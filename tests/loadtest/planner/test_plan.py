@@ -12,6 +12,7 @@ import torch
 from batonlm.cli import layout
 from batonlm.cli.layout import UpOptions, plan, resolve_model
 from batonlm.cli.main import main
+from batonlm.cli.precision import FLOAT32, read_weights
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import MIB, EngineConfig
 from batonlm.engine.footprint import foresee
@@ -187,10 +188,7 @@ def test_engines_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layout, "usable_gpus", lambda device: [])
     monkeypatch.setattr(layout, "host_free_bytes", lambda: 1000 * MIB)
     bundled, _ = resolve_model("")
-    weights = 4 * layout.num_weights(bundled)
-    assert weights == 2 * sum(file.stat().st_size for file in bundled.glob("*.safetensors")) - (
-        2 * header_bytes(bundled)
-    )
+    weights = read_weights(bundled).num_bytes(FLOAT32)
     each = (400 * MIB - weights) // MIB
     assert shared_out() == [("--kv-memory-mib", str(each))] * 2
     assert shared_out(kv_memory_mib=7) == [("--kv-memory-mib", "7")] * 2
@@ -204,12 +202,7 @@ def test_engines_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
     assert shared_out(decode=2) == [("--memory-share", "0.450")] * 3
 
 
-def header_bytes(folder: Path) -> int:
-    (file,) = folder.glob("*.safetensors")
-    return 8 + int.from_bytes(file.read_bytes()[:8], "little")
-
-
 def test_a_broken_weight_file_is_left_to_the_workers(tmp_path: Path) -> None:
     for name, data in {"a": b"", "b": b"\xff" * 20, "c": b"\x02" + bytes(7) + b"[]"}.items():
         (tmp_path / f"{name}.safetensors").write_bytes(data)
-    assert layout.num_weights(tmp_path) == 0
+    assert read_weights(tmp_path).count == 0

@@ -1,0 +1,236 @@
+"""In which numbers a model runs on this machine's CPUs, decided and said before a weight is read.
+
+In: the shapes of a model's weights, the free memory, what the CPU multiplies quickly, and what the
+user asks for. Out: a dtype and a quantization, how much memory is left for KV, and words. What the
+worker takes exactly it finds itself, see `batonlm.engine.footprint`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import DTYPE_BYTES
+from batonlm.engine.config import MIB
+from batonlm.engine.memory import size
+from batonlm.rpc.model_folder import read_json
+from batonlm.worker.hardware import CPU_SHARE
+
+LEAST_KV_BYTES = 16 * MIB
+"""Of an engine process; with less a model does not start."""
+
+LARGE_BYTES = 256 * MIB
+"""Weights from which on reading them bounds the speed: smaller ones stay in caches for a part."""
+
+_COPIED_BYTES = 64 * MIB
+_COPIES = 3
+_EMBEDDINGS = ("embed", "wte.", "wpe.")
+"""In the names of tensors of which a step reads a few rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The numbers that a model's weights are kept in."""
+
+    dtype: str
+    quantize: str = "none"
+
+    def __str__(self) -> str:
+        return self.dtype if self.quantize == "none" else f"{self.quantize} and {self.dtype}"
+
+    @property
+    def flags(self) -> str:
+        """What asks for it."""
+        quantize = "" if self.quantize == "none" else f" --quantize {self.quantize}"
+        return f"--dtype {self.dtype}{quantize}"
+
+
+FLOAT32, BFLOAT16 = Precision("float32"), Precision("bfloat16")
+INT8, SMALLEST = Precision("float32", "int8"), Precision("bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """Numbers of a model's weights, which are the same in every precision."""
+
+    matrices: int
+    """In matrices that every step multiplies by."""
+    others: int
+    """In embeddings and vectors."""
+    is_packed: bool = False
+    """Whether the files hold numbers that are quantized already."""
+
+    @property
+    def count(self) -> int:
+        return self.matrices + self.others
+
+    def num_bytes(self, precision: Precision) -> int:
+        """What an engine process keeps of them."""
+        return self.matrix_bytes(precision) + self.others * DTYPE_BYTES[precision.dtype]
+
+    def matrix_bytes(self, precision: Precision) -> int:
+        """What each step reads."""
+        each = 1 if precision.quantize == "int8" else DTYPE_BYTES[precision.dtype]
+        return self.matrices * each
+
+
+def read_weights(folder: Path) -> ModelWeights:
+    """Reads the headers of a folder's safetensors files. A broken file counts as empty: the workers
+    report it by name."""
+    config = read_json(folder / "config.json")
+    text = config.get("text_config") or config
+    found: dict[str, int] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= _elements(file)
+    matrices = others = 0
+    for name, count in found.items():
+        if _is_embedding(name) or count < 0:
+            others += abs(count)
+        else:
+            matrices += count
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if tied and not any(name.endswith("lm_head.weight") for name in found):
+        # The output layer is packed apart from the embedding that it shares its numbers with.
+        matrices += max((abs(n) for name, n in found.items() if _is_embedding(name)), default=0)
+    return ModelWeights(matrices, others, "quantization_config" in config)
+
+
+def _is_embedding(name: str) -> bool:
+    return any(part in name for part in _EMBEDDINGS)
+
+
+def _elements(file: Path) -> dict[str, int]:
+    """The number of elements by tensor, negative for what is no matrix. A file's header is the
+    length of a JSON object, 8 bytes little-endian, and the object."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = stream.read(min(length, file.stat().st_size))
+    try:
+        shapes = {n: t["shape"] for n, t in json.loads(header).items() if n != "__metadata__"}
+        return {n: prod(shape) if len(shape) > 1 else -prod(shape) for n, shape in shapes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """What the CPU can do, in the kernel's words; empty where the kernel has none."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    found = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(found, "").split())
+
+
+def candidates(cpu: frozenset[str]) -> list[Precision]:
+    """What can run on a CPU, best first: exact, then by speed."""
+    quick_bfloat16 = not cpu.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+    found = [FLOAT32, *([BFLOAT16] if quick_bfloat16 else ())]
+    if not cpu.isdisjoint({"avx512_vnni", "avx_vnni", "amx_int8"}):
+        found += [INT8, SMALLEST]
+    return found if quick_bfloat16 else [*found, BFLOAT16]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How a model runs."""
+
+    precision: Precision
+    kv_bytes: int
+    """What is left for KV of each engine process."""
+    words: str
+    """One line for the user."""
+
+
+def choose(
+    weights: ModelWeights,
+    engines: int,
+    free: int,
+    *,
+    dtype: str,
+    quantize: str,
+    threads: int,
+    cpu: frozenset[str],
+) -> Chosen:
+    """The best precision of those that the user leaves open that fits.
+
+    engines: processes that each keep the weights. free: bytes of host memory. dtype, quantize: the
+    options; only dtype auto leaves something open. threads: of a process. Raises InvalidArgument
+    (`model`), with what would fit, when nothing does.
+    """
+    able = [] if weights.is_packed else candidates(cpu)
+    if dtype != "auto":
+        allowed = [Precision(dtype, quantize)]
+    elif quantize != "none":
+        allowed = [one for one in able if one.quantize == quantize] or [
+            Precision("float32", quantize)
+        ]
+    else:
+        allowed = able or [FLOAT32]
+
+    def left(precision: Precision, engines: int) -> int:
+        return int(free * CPU_SHARE) // engines - weights.num_bytes(precision)
+
+    found = [one for one in allowed if left(one, engines) >= LEAST_KV_BYTES]
+    if not found:
+        least = min(allowed, key=weights.num_bytes)
+        fitting = [
+            f"{one.flags}{' --prefill 0' if fewer else ''} ({size(weights.num_bytes(one))})"
+            for fewer in (False, True)
+            for one in able
+            if left(one, 1 if fewer else engines) >= LEAST_KV_BYTES and (not fewer or engines > 1)
+        ]
+        would = f"what fits: {' or '.join(fitting[:2])}" if fitting else "nothing smaller fits"
+        each = size(weights.num_bytes(least))
+        raise InvalidArgument(
+            f"{engines} engine process{'es' * (engines > 1)} would each take {each} for weights in "
+            f"{least} and {size(LEAST_KV_BYTES)} or more for KV, and of {size(free)} free "
+            f"{size(int(free * CPU_SHARE))} may be used; {would}",
+            field="model",
+        )
+    precision = found[0]
+    kv = left(precision, engines)
+    return Chosen(precision, kv, _words(weights, precision, allowed, engines, kv, free, threads))
+
+
+def _words(
+    weights: ModelWeights,
+    precision: Precision,
+    allowed: Sequence[Precision],
+    engines: int,
+    kv: int,
+    free: int,
+    threads: int,
+) -> str:
+    taken = weights.num_bytes(precision)
+    processes = "an engine process" if engines == 1 else f"each of {engines} engine processes"
+    text = (
+        f"Weights in {precision}: {size(taken)} in {processes}, and up to {size(kv)} for KV, of "
+        f"{size(free)} free"
+    )
+    if taken >= LARGE_BYTES:
+        most = threads * copied_bytes_per_s() / weights.matrix_bytes(precision)
+        text += f"; a stream gets at most about {most:.3g} tokens/s"
+    if precision != allowed[0]:
+        insist = f"{allowed[0].flags} insists"
+        text += f" ({allowed[0]} would take {size(weights.num_bytes(allowed[0]))}; {insist})"
+    elif taken >= LARGE_BYTES and len(allowed) > 1:
+        text += f"; {allowed[1].flags} takes {size(weights.num_bytes(allowed[1]))}, and less time"
+    return text
+
+
+def copied_bytes_per_s() -> float:
+    """The bytes that one thread reads and writes in a second, measured in some 50 ms: about what it
+    reads where it only reads."""
+    source, target = bytearray(_COPIED_BYTES), bytearray(_COPIED_BYTES)
+    best = float("inf")
+    for _ in range(_COPIES):
+        began = time.perf_counter()
+        target[:] = source
+        best = min(best, time.perf_counter() - began)
+    return 2 * _COPIED_BYTES / best
