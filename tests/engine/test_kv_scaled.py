@@ -21,9 +21,11 @@ from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee
 from batonlm.engine.kv import cache, scaled
 from batonlm.engine.kv.cache import DTYPES, Parts, as_tensor, parts_of, recoded
+from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.runner import TorchRunner
 from gpucheck.definition import attention
 from tests.engine.driving import GREEDY, random_prompts
+from tests.engine.local_ranks import LocalRanks
 from tests.engine.modes import Heard, asked, attempt, decode_loop, hand_over, run, run_out
 from tests.engine.tiny_models import VOCAB
 
@@ -249,3 +251,25 @@ def test_the_check_at_load_finds_a_wrong_scale(
     monkeypatch.setattr(cache, "recoded", planted)
     with pytest.raises(UnsupportedModel, match="packed prompts"):
         TorchRunner.load(config)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+def test_ranks_share_out_codes_and_scales(kept: str, saved: Callable[[str], Path]) -> None:
+    """Two ranks of each of two stages, from one that has all heads and layers, and back."""
+    config = EngineConfig(str(saved("llama")), num_blocks=100, threads=1, kv_cache_dtype=kept)
+    whole, ranks = TorchRunner.load(config), RankedRunner.open(LocalRanks(2, 2), config)
+    try:
+        attempts = [attempt(f"r{i}", prompt, NEW_TOKENS) for i, prompt in enumerate(PROMPTS)]
+        wanted = run(decode_loop(whole, 100), attempts).tokens
+        assert run(decode_loop(ranks, 100), attempts).tokens == wanted
+        for sender, receiver in ((whole, ranks), (ranks, whole)):
+            loop, heard = decode_loop(receiver, 100), Heard(attempts)
+            for one in attempts:
+                hand_over(sender, loop, one, heard, 20)
+            run_out(loop, heard)
+            for key, tokens in heard.tokens.items():
+                assert tokens[-(NEW_TOKENS - 1) :] == wanted[key][1:]
+    finally:
+        ranks.close()
+        whole.close()
