@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from batonlm.core.errors import InvalidArgument
-from batonlm.engine.linear import check_int8
+from batonlm.engine.quantized import settle
 
 
 def _multiplies_bytes() -> bool:
-    try:
-        check_int8(torch.device("cpu"))
-    except InvalidArgument:
-        return False
-    return True
+    return settle("int8", torch.device("cpu"), torch.float32) == "int8"
 
 
 needs_int8 = pytest.mark.skipif(not _multiplies_bytes(), reason="this CPU has no VNNI")

@@ -12,14 +12,8 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.graphs import refusing_host_waits
-from batonlm.engine.linear import (
-    FP8,
-    PackedLinear,
-    check_fp8,
-    quantize_rows_fp8,
-    swap,
-    worth_fp8,
-)
+from batonlm.engine.linear import FP8, PackedLinear, swap
+from batonlm.engine.quantized import fits, quantize_rows_fp8, settle
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY
 
@@ -81,10 +75,10 @@ def test_no_rows_make_no_rows_and_no_product_makes_the_host_wait() -> None:
 
 
 def test_only_layers_that_a_gpu_takes_are_quantized() -> None:
-    assert worth_fp8(torch.empty(16, 64))
-    assert not worth_fp8(torch.empty(24, 64))
-    assert not worth_fp8(torch.empty(64, 40))
-    assert not worth_fp8(torch.empty(16, 4096))
+    assert fits(torch.empty(16, 64), "fp8")
+    assert not fits(torch.empty(24, 64), "fp8")
+    assert not fits(torch.empty(64, 40), "fp8")
+    assert not fits(torch.empty(16, 4096), "fp8")
     network = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10)).requires_grad_(False)
     given = rows(5, 64, 8)
     wanted = network(given)
@@ -120,13 +114,13 @@ def test_a_trained_model_hardly_notices() -> None:
 
 def test_it_is_refused_where_there_are_no_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    check_fp8(torch.device("cpu"), torch.float32)
+    settle("fp8", torch.device("cpu"), torch.float32)
     with pytest.raises(InvalidArgument, match="bfloat16") as raised:
-        check_fp8(gpu, torch.float16)
+        settle("fp8", gpu, torch.float16)
     assert raised.value.field == "quantize"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(InvalidArgument, match=r"8\.9"):
-        check_fp8(gpu, torch.bfloat16)
+        settle("fp8", gpu, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_fp8(gpu, torch.bfloat16)
+    settle("fp8", gpu, torch.bfloat16)

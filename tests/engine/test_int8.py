@@ -17,16 +17,9 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.attention.interface import ForwardPass
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.exact import Product
-from batonlm.engine.linear import (
-    INT8,
-    Form,
-    check_int8,
-    fewest_rows,
-    quantize_rows,
-    swap,
-    worth_quantizing,
-)
+from batonlm.engine.linear import INT8, swap
 from batonlm.engine.loader import run_network
+from batonlm.engine.quantized import fewest_rows, fits, quantize_rows, settle
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.machine import needs_int8
@@ -177,8 +170,8 @@ def test_workers_that_differ_in_quantization_do_not_meet(saved: Callable[[str], 
 
 
 def test_narrow_layers_stay_as_they_are() -> None:
-    assert worth_quantizing(torch.empty(128, 1024))
-    assert not worth_quantizing(torch.empty(64, 1024))
+    assert fits(torch.empty(128, 1024), "int8")
+    assert not fits(torch.empty(64, 1024), "int8")
     network = nn.Sequential(nn.Linear(1024, 4))
     x = torch.randn(5, 1024)
     before = network(x)
@@ -195,16 +188,9 @@ def test_half_precision_activations(dtype: str, saved: Callable[[str], Path]) ->
     assert _distance(_runner_logits(runner, text), _runner_logits(load(saved("llama")), text)) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("device", "features", "why"),
-    [("cuda", {"avx512_vnni": True}, "on cuda"), ("cpu", {"avx512_f": True}, "VNNI")],
-)
-def test_hardware_that_lacks_it_is_refused(
-    device: str, features: dict[str, bool], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    with pytest.raises(InvalidArgument, match=why) as caught:
-        check_int8(torch.device(device))
+def test_hardware_that_lacks_it_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="on cuda there is fp8") as caught:
+        settle("int8", torch.device("cuda"), torch.bfloat16)
     assert caught.value.field == "quantize"
 
 
@@ -216,7 +202,7 @@ def test_sums_that_overflow_are_refused() -> None:
         return lambda rows: right(rows).clamp(max=3.0)
 
     with pytest.raises(InvalidArgument, match="wrong") as caught:
-        fewest_rows(Form("bad", saturating, lambda dtype, device: True), torch.randn(64, 64), None)
+        fewest_rows(saturating, torch.randn(64, 64), None)
     assert caught.value.field == "quantize"
 
 

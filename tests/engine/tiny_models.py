@@ -166,6 +166,19 @@ LATENT: dict[str, Callable[[], Any]] = {
     "axk1": lambda: _config(
         "AXK1Config", **_without("num_key_value_heads"), **_LATENT, **_LATENT_MOE
     ),
+    "longcat_flash": lambda: _config(
+        "LongcatFlashConfig",
+        **_without("num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+        **_LATENT,
+        num_layers=2,
+        num_hidden_layers=4,
+        head_dim=8,
+        ffn_hidden_size=128,
+        expert_ffn_hidden_size=32,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
+    ),
 }
 """More architectures with multi-head latent attention."""
 

@@ -126,7 +126,8 @@ def _memory(args: argparse.Namespace) -> int:
     # All ranks of a stage take the same.
     places = [Place(stage * tensor, tensor, stages) for stage in range(stages)]
     cuts = [cutting(place) if ranks > 1 else None for place in places]
-    weights = [weights_bytes(outline(config, cut).network, device, config.quantize) for cut in cuts]
+    outlines = [outline(config, cut) for cut in cuts]
+    weights = [weights_bytes(one.network, device, one.quantize) for one in outlines]
     found = sizes(args.role, (total or free) if on_gpu else None, max(weights))
     sequences = found.max_running if args.sequences is None else args.sequences
     tokens = found.step_tokens if args.step_tokens is None else args.step_tokens

@@ -189,7 +189,8 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--quantize", choices=CHOICES["quantize"], default=defaults.quantize,
-        help="weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs (default %(default)s)",
+        help="weights of linear layers in 8 or 4 bits: int8 and int4 on CPUs, fp8 on GPUs (default "
+        "%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--kv-cache-dtype", choices=CHOICES["kv_cache_dtype"], default=defaults.kv_cache_dtype,

@@ -23,7 +23,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "attention": ("auto", "reference", "cpu", "triton"),
     "decoder": ("auto", "transformers"),
-    "quantize": ("none", "int8", "fp8"),
+    "quantize": ("none", "int8", "int4", "fp8"),
     "kv_cache_dtype": ("auto", "int8", "fp8"),
     "kv_wire_dtype": ("auto", *KV_DTYPES),
 }
@@ -76,7 +76,8 @@ class EngineConfig:
     tokenizer_digest: str = ""
     """Hex, passed on in the model's description."""
     quantize: str = "none"
-    """Of the weights of linear layers: int8 on CPUs, fp8 (e4m3) on GPUs that multiply it."""
+    """Of the weights of linear layers: int8 and int4 on CPUs, fp8 (e4m3) on GPUs that multiply
+    it."""
     swap_host_bytes: int = 0
     """Of host memory, for KV of preempted sequences."""
     swap_disk_bytes: int = 0

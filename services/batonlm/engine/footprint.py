@@ -22,7 +22,7 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.lean import Conv1D
-from batonlm.engine.linear import are_known_experts, worth_fp8, worth_quantizing
+from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
 from batonlm.engine.memory import (
     MemoryPlan,
@@ -30,13 +30,11 @@ from batonlm.engine.memory import (
     plan_memory,
     size,
 )
+from batonlm.engine.quantized import bytes_of, fits
 
 _LAYER_COPIES = 4
 """How many tensors of a layer's width live at once while it is computed: residual, normed input,
 two branches of a gated product or a rotation and its parts."""
-
-_BYTES_PER_OUTPUT = {"int8": 8, "fp8": 4}
-"""A scale, and int8's offset."""
 
 _LOGIT_COPIES = 6
 """float32 tensors of a row of logits that sampling makes: distances, counts of tokens (whose memory
@@ -56,18 +54,11 @@ def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> in
             if (id(tensor), matrix is not None) in seen:
                 continue
             seen.add((id(tensor), matrix is not None))
-            if matrix is not None and _is_quantized(matrix, quantize):
-                rows = tensor.numel() // matrix.shape[1]
-                total += tensor.numel() + rows * _BYTES_PER_OUTPUT[quantize]
+            if matrix is not None and fits(matrix, quantize):
+                total += tensor.numel() // matrix.numel() * bytes_of(matrix, quantize)
             else:
                 total += tensor.numel() * tensor.element_size()
     return total
-
-
-def _is_quantized(matrix: torch.Tensor, quantize: str) -> bool:
-    if quantize == "fp8":
-        return worth_fp8(matrix)
-    return quantize == "int8" and worth_quantizing(matrix)
 
 
 def _matrix(module: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -205,7 +196,7 @@ def size_pool(
     the bytes that it took at most. It counts on a GPU, whose libraries take memory that no shape
     tells of; a CPU's weights may still be file cache, so there the sum from shapes counts.
     """
-    weights = weights_bytes(model.network, model.device, config.quantize)
+    weights = weights_bytes(model.network, model.device, model.quantize)
     activations = activation_bytes(config, model, shape)
     if peak is not None and model.device.type != "cpu":
         activations = max(activations, peak())

@@ -23,12 +23,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn.functional import ScalingType, scaled_mm
 
-from batonlm.core.errors import InvalidArgument
 from batonlm.engine.exact import BASE, MOST, NotExact, Product, in_tiles, prove, random_rows, tiled
 from batonlm.engine.latent import LatentProjection
 from batonlm.engine.lean import Conv1D
+from batonlm.engine.quantized import (
+    bind_fp8,
+    bind_int4,
+    bind_int8,
+    bind_int8_weights,
+    fewest_rows,
+    fits,
+)
 
 # Products call torch's operators by their overload, because exact mode watches the functions of
 # torch that modelling code calls, and would confine a second time what is proven here already.
@@ -101,180 +107,17 @@ PACKED = Form("packed", _packed, _packs)
 """In oneDNN's blocks: best from about four rows on."""
 
 
-# int8: weights are scaled per output, activations per row. A row is scaled by its own largest
-# element, never by the batch's, so that it does not change with its neighbours. The sum over inputs
-# is one of integers, which has no order: rows are bit-equal for any number of rows, on any CPU,
-# without a proof per size.
+INT8 = Form("int8", bind_int8, lambda dtype, device: device.type == "cpu")
+"""Weights and activations in 8 bits: see `quantized`, as for all that follow."""
 
-_LEVELS = 127
-# No row or output may have scale 0, or its zeros would become 0 / 0.
-_TINY = 1e-30
-# Outputs fewer than an eighth of the inputs: routers and gates, whose errors weigh most, are among
-# these layers, and all of them together cost little.
-_NARROW = 8
-_TRIED_ROWS = (1, 2, 4, 8, 16)
-_CHECKED_OUTPUTS = 64
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+INT8_WEIGHTS = Form("int8-weights", bind_int8_weights, lambda dtype, device: device.type == "cpu")
 
+INT4 = Form("int4", bind_int4, lambda dtype, device: device.type == "cpu")
 
-def check_int8(device: torch.device) -> None:
-    """Raises InvalidArgument(field="quantize") where int8 products do not exist or are not sound.
+FP8 = Form("fp8", bind_fp8, lambda dtype, device: True)
 
-    Without VNNI, oneDNN adds pairs of products in 16 bits, which overflow without a sign.
-    """
-    if device.type != "cpu":
-        raise InvalidArgument(
-            f"quantize int8 is for CPUs; on {device.type} it does not exist yet", field="quantize"
-        )
-    features = torch.cpu.get_capabilities()
-    if not (features.get("avx512_vnni") or features.get("avx_vnni") or features.get("amx_int8")):
-        raise InvalidArgument(
-            "quantize int8 needs a CPU with VNNI or AMX, which this one has not", field="quantize"
-        )
-
-
-def worth_quantizing(weight: torch.Tensor) -> bool:
-    """Whether a weight [outputs, inputs] becomes int8; narrow ones stay as they are."""
-    outputs, inputs = weight.shape
-    return outputs * _NARROW >= inputs
-
-
-def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [n, inputs] -> int8 [n, inputs] and scales [n, 1]: rows are about their product.
-
-    A row that holds a number that is none gets such a scale, so that its product shows it too.
-    """
-    scales = rows.abs().amax(1, keepdim=True).mul_(1 / _LEVELS).clamp_min_(_TINY)
-    return (rows / scales).round_().to(torch.int8), scales
-
-
-def _bind(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    # Packing takes the integers as they lie, whatever their strides say.
-    integers, scales = quantize_rows(weight.detach().float().contiguous())
-    packed = torch.ops.onednn.qlinear_prepack(integers, None)
-    outputs, inputs = weight.shape
-    by_output = scales[:, 0].contiguous()
-    no_offset = torch.zeros(outputs, dtype=torch.int32)
-    multiply = torch.ops.onednn.qlinear_pointwise.default
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.reshape(-1, inputs)
-        quants, by_row = quantize_rows(flat if flat.dtype == torch.float32 else flat.float())
-        output: torch.Tensor = multiply(
-            quants, 1.0, 0, packed, by_output, no_offset, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )  # fmt: skip
-        output.mul_(by_row)
-        if bias is not None:
-            output.add_(bias)
-        return output.to(rows.dtype).view(*rows.shape[:-1], outputs)
-
-    return product
-
-
-INT8 = Form("int8", _bind, lambda dtype, device: device.type == "cpu")
-"""oneDNN's packed int8 weights with a scale per output."""
-
-
-def fewest_rows(form: Form, weight: torch.Tensor, bias: torch.Tensor | None) -> int:
-    """To how many rows fewer ones are padded: oneDNN has no fast product for few by few.
-
-    (It takes milliseconds for one row by 256 outputs, and 30 microseconds for two.) Raises
-    InvalidArgument when products are not those of the integers, as on CPUs whose sums overflow.
-    """
-    product = form.bind(weight, bias)
-    rows = random_rows(weight.shape[1], torch.float32, weight.device, _TRIED_ROWS[-1])
-    times = []
-    for count in _TRIED_ROWS:
-        some = rows[:count].to(weight.dtype)
-        _check_sums(product(some), some, weight, bias)
-        spent = float("inf")
-        for _ in range(3):
-            began = time.perf_counter()
-            product(some)
-            spent = min(spent, time.perf_counter() - began)
-        times.append(spent)
-    return next(
-        count for count, spent in zip(_TRIED_ROWS, times, strict=True) if spent <= 2 * times[-1]
-    )
-
-
-def _check_sums(
-    output: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    quants, by_row = quantize_rows(rows.float())
-    integers, scales = quantize_rows(weight[:_CHECKED_OUTPUTS].detach().float())
-    expected = (quants.double() @ integers.double().t()).float() * scales[:, 0] * by_row
-    if bias is not None:
-        expected = expected + bias[:_CHECKED_OUTPUTS]
-    got = output[:, :_CHECKED_OUTPUTS].float()
-    if not torch.allclose(got, expected, rtol=_ROUNDING[output.dtype], atol=1e-6):
-        raise InvalidArgument(
-            "quantize int8: this CPU's integer products are wrong", field="quantize"
-        )
-
-
-# fp8: weights are scaled per output and activations per row, as with int8, to the range of e4m3
-# (4 bits of exponent, 3 of mantissa). Sums are floats, whose order the number of rows may change.
-
-_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-# Matrices of fewer columns or rows, or of other multiples, are not taken by a GPU's product.
-_FP8_MULTIPLE = 16
-_FP8_CAPABILITY = (8, 9)
-
-
-def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InvalidArgument(field="quantize") where there are no fp8 products: on GPUs older than
-    Ada and Hopper, and for models that compute in something else than bfloat16 there. On CPUs they
-    are the definition, and slow."""
-    if device.type != "cuda":
-        return
-    if dtype != torch.bfloat16:
-        raise InvalidArgument("quantize fp8 needs dtype bfloat16 on a GPU", field="quantize")
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise InvalidArgument(
-            "quantize fp8 needs a GPU of compute capability 8.9 or newer", field="quantize"
-        )
-
-
-def worth_fp8(weight: torch.Tensor) -> bool:
-    """Whether a weight [outputs, inputs] becomes fp8."""
-    return worth_quantizing(weight) and all(size % _FP8_MULTIPLE == 0 for size in weight.shape)
-
-
-def quantize_rows_fp8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, inputs] -> float8_e4m3fn [n, inputs] and float32 scales [n, 1]: rows are about their
-    product. A row that holds a number that is none becomes one of none."""
-    wide = rows.float()
-    scales = wide.abs().amax(1, keepdim=True).mul_(1 / _LARGEST_FP8).clamp_min_(_TINY)
-    return (wide / scales).to(torch.float8_e4m3fn), scales
-
-
-def _bind_fp8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    held, scales = quantize_rows_fp8(weight.detach())
-    outputs, inputs = weight.shape
-    columns, by_output = held.t(), scales.t().contiguous()
-    by_row_and_output = ScalingType.RowWise
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        flat = rows.reshape(-1, inputs)
-        shape = *rows.shape[:-1], outputs
-        if not len(flat):
-            return rows.new_empty(shape)
-        quants, by_row = quantize_rows_fp8(flat)
-        output: torch.Tensor = scaled_mm(
-            quants, columns, by_row, by_row_and_output, by_output, by_row_and_output,
-            output_dtype=rows.dtype,
-        )  # fmt: skip
-        if bias is not None:
-            output = output + bias
-        return output.view(shape)
-
-    return product
-
-
-FP8 = Form("fp8", _bind_fp8, lambda dtype, device: True)
-"""e4m3 weights with a scale per output."""
+QUANTIZED = {form.name: form for form in (INT8, INT8_WEIGHTS, INT4, FP8)}
+"""By what `quantized.settle` returns."""
 
 
 _FORMS = (PACKED, TRANSPOSED, PLAIN)
@@ -338,7 +181,7 @@ class Chooser:
     exact: bool
     """Whether rows must not depend on how many there are."""
     quantize: str = "none"
-    """As in EngineConfig."""
+    """As `quantized.settle` returns it."""
     max_batch: int = 64
     """How many rows a step has when every sequence decodes; forms are compared up to there."""
     clock: Callable[[], float] = time.perf_counter
@@ -372,12 +215,15 @@ class Chooser:
         return ", ".join(f"{count} {name}" for name, count in self._bound.most_common())
 
     def _choose(self, weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> Choice:
-        if self.quantize == "int8" and worth_quantizing(weight):
-            return Choice(INT8, fewest=fewest_rows(INT8, weight, bias))
-        if self.quantize == "fp8" and worth_fp8(weight):
-            if self.exact:
-                raise NotExact("sums of fp8 products may depend on how many rows there are")
-            return Choice(FP8)
+        form = QUANTIZED[self.quantize] if fits(weight, self.quantize) else None
+        if form is INT8:
+            return Choice(INT8, fewest=fewest_rows(INT8.bind, weight, bias))
+        if form is FP8 and self.exact:
+            raise NotExact("sums of fp8 products may depend on how many rows there are")
+        if form is not None:
+            # In the type in which these forms multiply, so that no rounding hides another order.
+            rows = random_rows(weight.shape[1], torch.bfloat16, weight.device, most)
+            return _proven([form], weight, bias, rows)[0] if self.exact else Choice(form)
         forms = [form for form in _FORMS if form.fits(weight.dtype, weight.device)]
         small = weight.numel() <= _SMALL
         if self.exact:
@@ -429,11 +275,24 @@ def _exact(
     is the first in a fixed order that can be proven on this kind of machine."""
     base = TRANSPOSED if small and TRANSPOSED in forms else forms[0]
     rows = random_rows(weight.shape[1], weight.dtype, weight.device, most)
+    others = (form for form in forms if form is not base)
+    return _proven([base, *others], weight, bias, rows, every=small)
+
+
+def _proven(
+    forms: list[Form],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor,
+    *,
+    every: bool = False,
+) -> list[Choice]:
+    """The first form that can be proven with `rows`, and if `every` those that give its bits."""
     found: list[Choice] = []
     refused: list[NotExact] = []
     expected = None
-    for form in (base, *(form for form in forms if form is not base)):
-        if found and not small:
+    for form in forms:
+        if found and not every:
             break
         product = form.bind(weight, bias)
         try:
@@ -585,14 +444,18 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
 
+_NOT_CALLED = {("LongcatFlashTopkRouter", "classifier")}
+"""Linear layers, by class and name, whose module multiplies by their weight itself."""
+
+
 def swap(
     network: nn.Module, *, exact: bool, quantize: str = "none", max_batch: int = 64
 ) -> frozenset[int]:
     """Replaces nn.Linear, GPT-2's Conv1D and experts, and settles exact latent projections.
 
-    quantize: as in EngineConfig. max_batch: how many sequences a step decodes at most. Returns the
-    numbers of rows that all layers compute as they are; none when they do so with any. Raises
-    NotExact when exact cannot be had; `loosen` then makes the best of it.
+    quantize: as `quantized.settle` returns it. max_batch: how many sequences a step decodes at
+    most. Returns the numbers of rows that all layers compute as they are; none when they do so with
+    any. Raises NotExact when exact cannot be had; `loosen` then makes the best of it.
     """
     common: set[int] | None = None
     chooser = Chooser(exact=exact, quantize=quantize, max_batch=max_batch)
@@ -603,6 +466,8 @@ def swap(
     logits_rows = min(MOST, max(BASE, max_batch))
     for parent in list(network.modules()):
         for name, child in list(parent.named_children()):
+            if (type(parent).__name__, name) in _NOT_CALLED:
+                continue
             if type(child) is nn.Linear:
                 # Logits are computed for the rows that are sampled only, so never for many.
                 most = logits_rows if child is head else MOST

@@ -30,7 +30,7 @@ from batonlm.engine.fused.decoder import Decoder
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
-from batonlm.engine.linear import check_fp8, check_int8
+from batonlm.engine.quantized import settle
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,8 @@ class LoadedModel:
     """Where it runs; without weights, see `outline`, where it would."""
     settings: Any
     """The configuration of the whole model, whatever part of it the network is."""
+    quantize: str = "none"
+    """What linear layers are to become, as `quantized.settle` returns it."""
 
 
 @without_compiler()
@@ -150,17 +152,14 @@ def load(
     check_class(model_class, settings)
     device = device or choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
-    if config.quantize == "int8":
-        check_int8(device)
-    elif config.quantize == "fp8":
-        check_fp8(device, dtype)
+    quantize = settle(config.quantize, device, dtype)
     checkpoint = Checkpoint(folder, tuple(weights), scheme)
     with checkpoint.open(dtype):
         # What is no weight of the scheme is refused here.
         pass
     total = 2 * sum(file.stat().st_size for file in weights)
     bar = Bar(progress, total)
-    digest = model_digest(folder / "config.json", weights, config.quantize, bar.advance)
+    digest = model_digest(folder / "config.json", weights, quantize, bar.advance)
     fetched = fetched_digest(folder)
     if fetched and fetched != digest.partition("-")[0]:
         raise UnsupportedModel(
@@ -179,6 +178,7 @@ def load(
         ),
         device=device,
         settings=settings,
+        quantize=quantize,
     )
 
 
@@ -196,14 +196,12 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     settings, _ = _settings(_folder(config.model, ["config.json"]))
     check_class(_model_class(settings), settings)
     device = choose_device(config.device)
-    if config.quantize == "int8" and device.type != "cpu":
-        check_int8(device)
-    elif config.quantize == "fp8":
-        check_fp8(device, _dtype(config.dtype, device, settings))
+    dtype = _dtype(config.dtype, device, settings)
+    quantize = settle(config.quantize, device, dtype)
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(settings),
-            dtype=_dtype(config.dtype, device, settings),
+            dtype=dtype,
             attn_implementation="eager",
         )
         if cut is not None:
@@ -217,6 +215,7 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         description=_description(config, settings, Path(config.model).name),
         device=device,
         settings=settings,
+        quantize=quantize,
     )
 
 

@@ -162,7 +162,7 @@ class TorchRunner:
             folder=config.swap_folder,
         )
         runner = cls(network, model, backend, swap_memory, peers)
-        runner._prepare(config, loaded.network, texts, expected, rounding)
+        runner._prepare(config, loaded, texts, expected, rounding)
         if not is_lossless(shape.kept, shape.layout.dtype):
             runner.not_exact_because = (
                 f"KV is kept as {shape.kept} and handed over as {shape.layout.dtype}"
@@ -235,15 +235,14 @@ class TorchRunner:
     def _prepare(
         self,
         config: EngineConfig,
-        own: nn.Module,
+        loaded: LoadedModel,
         texts: list[list[int]],
         expected: list[torch.Tensor],
         rounding: float,
     ) -> None:
         """Packs the weights, checks against the model's own attention, and settles exactness.
 
-        own: transformers' network, which takes the place of a fused decoder that does not give its
-        logits.
+        loaded: its network takes the place of a fused decoder that does not give its logits.
 
         What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
         quantized are checked before, because after it logits are the model's no more.
@@ -251,7 +250,7 @@ class TorchRunner:
         blocks = checked_blocks(self.model.max_model_len, self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected, rounding)
-        quantize, max_batch = config.quantize, config.max_batch
+        own, quantize, max_batch = loaded.network, loaded.quantize, config.max_batch
         on_gpu = self.on_device
         # A GPU's libraries have no packed weights; only exactness and fp8 need layers of our own.
         packs = config.exact or not on_gpu or quantize == "fp8"
@@ -272,7 +271,9 @@ class TorchRunner:
         if quantize != "none":
             check.parity()
         if config.exact:
-            because = self._unless_exact(lambda: self._pack_weights(config, exact=True))
+            because = self._unless_exact(
+                lambda: self._pack_weights(quantize, max_batch, exact=True)
+            )
             if not because:
                 self._row_counts = self._peers.common(self._row_counts)
                 because = self._unless_exact(lambda: confine(self._network, check.packed))
@@ -285,7 +286,7 @@ class TorchRunner:
             if on_gpu:
                 self.not_exact_because = "a GPU's products depend on how many rows they have"
             if packs:
-                self._pack_weights(config, exact=False)
+                self._pack_weights(quantize, max_batch, exact=False)
                 self._row_counts = self._peers.common(self._row_counts)
         if quantize == "none" and not checked:
             check.parity()
@@ -299,11 +300,9 @@ class TorchRunner:
         for table in tables:
             self._backend.forget(table)
 
-    def _pack_weights(self, config: EngineConfig, *, exact: bool) -> None:
+    def _pack_weights(self, quantize: str, max_batch: int, *, exact: bool) -> None:
         """Raises NotExact."""
-        counts = swap(
-            self._network, exact=exact, quantize=config.quantize, max_batch=config.max_batch
-        )
+        counts = swap(self._network, exact=exact, quantize=quantize, max_batch=max_batch)
         self._row_counts = frozenset() if self.on_device else counts
 
     def _unless_exact(self, attempt: Callable[[], object]) -> str:

@@ -93,7 +93,7 @@ class WorkerOptions(ServingOptions):
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
         "none",
-        "weights of linear layers in 8 bits: int8 on CPUs, fp8 on GPUs",
+        "weights of linear layers in 8 or 4 bits: int8 and int4 on CPUs, fp8 on GPUs",
         choices=CHOICES["quantize"],
     )
     graphs: bool = option(True, "record CUDA graphs of decode steps, on a GPU")
