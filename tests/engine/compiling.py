@@ -78,6 +78,8 @@ def compiled(
     """dtypes: the model's, and the one that KV is kept in."""
     names = kernel.arg_names
     types = {name: _type(name, *dtypes) for name in names}
+    if constants.get("ROUNDED"):
+        types |= {"weight": "*fp8e4nv", "scales": "*fp32"}
     aligned = [n for n, t in types.items() if n not in constants and (t[0] == "*" or "str" in n)]
     source = ASTSource(
         kernel,
@@ -131,7 +133,9 @@ def _fused(head_size: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, A
     return found
 
 
-def _experts(item_bytes: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]]:
+def _experts(
+    item_bytes: int, capability: int
+) -> dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]]:
     """Those of mixtures: of Qwen3-30B-A3B's shape, and GPT-OSS-20B's where it is another."""
 
     def shape(warps: int, stages: int) -> shapes.TileShape:
@@ -147,11 +151,18 @@ def _experts(item_bytes: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str
     }
     oss = {"EXPERTS": 32, "EXPERTS_PADDED": 32}
     plain = {**qwen, "INPUTS": 2048, "OUTPUTS": 1536, "TRANSPOSED": False, "BIASED": False}
+    plain["ROUNDED"] = False
     turned = {**oss, "INPUTS": 2880, "OUTPUTS": 5760, "TRANSPOSED": True, "BIASED": True}
+    turned["ROUNDED"] = False
+    forms = {"experts": plain, "turned experts": turned}
+    if capability >= 89:
+        # GPUs before have no such numbers.
+        rounded = {f"{name} in fp8": {**own, "ROUNDED": True} for name, own in forms.items()}
+        forms |= rounded
     for pairs, some in ((64, "few"), (16384, "many")):
         tile = experts.tile_for(pairs, 128, item_bytes, exact=False)
         own = {"ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "PER_ROW": 8}
-        for form, constants in (("experts", plain), ("turned experts", turned)):
+        for form, constants in forms.items():
             taken = shape(tile.warps, tile.stages)
             found[f"{form}, {some}"] = experts._multiply, taken, {**constants, **own}
     return found
@@ -180,7 +191,7 @@ def main(arguments: list[str]) -> None:
         "write": (copies._write, small, kept),
         "pack": (copies._wire, small, {"PACKING": True, **kept}),
         "unpack": (copies._wire, small, {"PACKING": False, **kept}),
-        **({} if latent else {**_fused(key_size), **_experts(_ITEM_BYTES[dtype])}),
+        **({} if latent else {**_fused(key_size), **_experts(_ITEM_BYTES[dtype], capability)}),
     }
     report = {}
     for name, (kernel, shape, own) in kernels.items():

@@ -16,7 +16,8 @@ from torch import nn
 from batonlm.engine.fused.experts import GroupedExperts, _sort, route, tile_for
 from batonlm.engine.fused.kernels import TritonOperators
 from batonlm.engine.fused.recipe import Mixture, Recipe
-from batonlm.engine.linear import are_known_experts
+from batonlm.engine.linear import are_known_experts, swap
+from batonlm.engine.quantized import quantize_rows_fp8
 from tests.engine.devices import CUDA, INTERPRETER
 from tests.engine.tiny_models import build
 
@@ -61,6 +62,29 @@ def routed(
     scores = torch.randn(tokens, experts, generator=generator)
     shares, chosen = scores.softmax(-1).topk(choices)
     return rows, chosen.int(), shares
+
+
+@ON
+@pytest.mark.parametrize("arch", ARCHS)
+@torch.inference_mode()
+def test_weights_in_fp8_are_those_that_their_numbers_stand_for(
+    arch: str, device: str, poisoned: None
+) -> None:
+    own = experts_of(arch)
+    made = grouped(copy.deepcopy(own).to(device))
+    swap(nn.Sequential(made), exact=False, quantize="fp8")
+    kept = [name for name, weight in made.named_parameters() if weight.dtype.itemsize == 1]
+    assert len(kept) == 2
+    for name in ("gate_up_proj", "down_proj"):
+        weight = own.get_parameter(name)
+        for expert in weight:
+            by_output = expert.t() if own.is_transposed else expert
+            numbers, scales = quantize_rows_fp8(by_output)
+            by_output.copy_(numbers.float() * scales)
+    rows, chosen, shares = routed(5, len(own.down_proj))
+    wanted = own(rows, chosen.long(), shares)
+    got = made(rows.to(device), chosen.to(device), shares.to(device))
+    torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
 @ON

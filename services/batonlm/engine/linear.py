@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -444,6 +445,14 @@ class PackedLinear(nn.Module):
         return self._product(x)
 
 
+@runtime_checkable
+class Rounding(Protocol):
+    """Experts of a GPU, which round their own weights. (Their kernels are not on every machine.)"""
+
+    def round_weights(self) -> None:
+        """Keeps weights in fp8 from now on."""
+
+
 _NOT_CALLED = {("LongcatFlashTopkRouter", "classifier")}
 """Linear layers, by class and name, whose module multiplies by their weight itself."""
 
@@ -476,6 +485,9 @@ def swap(
                 packed = PackedLinear(child.weight.t(), child.bias, chooser)
             elif on_cpu and are_known_experts(child):
                 packed = PackedExperts(child, chooser)
+            elif quantize == "fp8" and isinstance(child, Rounding):
+                child.round_weights()
+                continue
             elif exact and isinstance(child, LatentProjection):
                 sizes = child.prove()
                 common = set(sizes) if common is None else common & sizes

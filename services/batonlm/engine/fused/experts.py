@@ -7,6 +7,10 @@ any choice of experts could need, and those without pairs end at once.
 
 A pair's bits depend on no other: a program computes it in the same order wherever it stands in a
 tile. They depend on the tile's shape, which a caller in exact mode therefore fixes.
+
+Weights may be kept in e4m3, with a scale for each output of each expert. A program turns what it
+has read to the type of its rows, which has all of e4m3's numbers, and scales the sum: rows are not
+rounded, and half as many bytes are read as in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from torch import nn
 
 from batonlm.engine.attention.triton.jit import jit, jit_of_any
 from batonlm.engine.attention.triton.shapes import padded
+from batonlm.engine.quantized import fits, quantize_rows_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,28 @@ class GroupedExperts(nn.Module):
         self.out_of = own.get_parameter("down_proj")
         self.into_bias = own.get_parameter("gate_up_proj_bias") if own.has_bias else None
         self.out_of_bias = own.get_parameter("down_proj_bias") if own.has_bias else None
+        self.into_scales: torch.Tensor | None = None
+        """float32 [experts, outputs] of weights in e4m3; None of others."""
+        self.out_of_scales: torch.Tensor | None = None
+        """The same of the second product."""
+
+    def round_weights(self) -> None:
+        """Keeps weights in e4m3 from now on, where their sizes allow it."""
+        self.into, self.into_scales = self._rounded(self.into)
+        self.out_of, self.out_of_scales = self._rounded(self.out_of)
+
+    def _rounded(self, weight: nn.Parameter) -> tuple[nn.Parameter, torch.Tensor | None]:
+        """One expert after the other, so that wide numbers of one of them only are in memory."""
+        by_output = weight.detach().transpose(1, 2) if self._transposed else weight.detach()
+        if not fits(by_output[0], "fp8"):
+            return weight, None
+        held = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        target = held.transpose(1, 2) if self._transposed else held
+        scales = torch.empty(by_output.shape[:2], dtype=torch.float32, device=weight.device)
+        for expert, matrix in enumerate(by_output):
+            numbers, by_row = quantize_rows_fp8(matrix)
+            target[expert], scales[expert] = numbers, by_row[:, 0]
+        return nn.Parameter(held, requires_grad=False), scales
 
     def forward(
         self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
@@ -108,8 +135,10 @@ class GroupedExperts(nn.Module):
         order = chosen.new_empty(pairs)
         starts = chosen.new_empty(experts + 1)
         _sort[(experts + 1,)](chosen, order, starts, pairs, EXPERTS=experts, PAIRS=PAIRS)
-        inner = self._multiply(hidden, choices, self.into, self.into_bias, order, starts)
-        outer = self._multiply(self._gate(inner), 1, self.out_of, self.out_of_bias, order, starts)
+        into = self.into, self.into_scales, self.into_bias
+        out_of = self.out_of, self.out_of_scales, self.out_of_bias
+        inner = self._multiply(hidden, choices, *into, order, starts)
+        outer = self._multiply(self._gate(inner), 1, *out_of, order, starts)
         output = torch.empty_like(hidden)
         size = hidden.shape[1]
         _combine[(count, -(-size // ELEMENTS))](
@@ -129,6 +158,7 @@ class GroupedExperts(nn.Module):
         rows: torch.Tensor,
         per_row: int,
         weight: torch.Tensor,
+        scales: torch.Tensor | None,
         bias: torch.Tensor | None,
         order: torch.Tensor,
         starts: torch.Tensor,
@@ -144,6 +174,7 @@ class GroupedExperts(nn.Module):
         _multiply[(tiles, -(-outputs // tile.columns))](
             rows,
             weight,
+            rows if scales is None else scales,
             rows if bias is None else bias,
             order,
             starts,
@@ -154,6 +185,7 @@ class GroupedExperts(nn.Module):
             EXPERTS_PADDED=padded(experts),
             PER_ROW=per_row,
             TRANSPOSED=self._transposed,
+            ROUNDED=scales is not None,
             BIASED=bias is not None,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
@@ -240,6 +272,7 @@ def _sort(
 def _multiply(
     rows: tl.tensor,
     weight: tl.tensor,
+    scales: tl.tensor,
     bias: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
@@ -250,13 +283,15 @@ def _multiply(
     EXPERTS_PADDED: tl.constexpr,
     PER_ROW: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BIASED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
 ) -> None:
     """Program (t, c): COLUMNS outputs of the pairs of tile t, tiles being counted through all
-    experts. Weights are [experts, outputs, inputs], or [experts, inputs, outputs] if TRANSPOSED."""
+    experts. Weights are [experts, outputs, inputs], or [experts, inputs, outputs] if TRANSPOSED; if
+    ROUNDED they are times scales [experts, outputs]."""
     number = tl.program_id(0)
     expert = tl.arange(0, EXPERTS_PADDED)
     first = tl.load(starts + expert, mask=expert < EXPERTS, other=0)
@@ -284,8 +319,11 @@ def _multiply(
             else:
                 spot = column[None, :] * INPUTS + element[:, None]
             factor = tl.load(matrix + spot, mask=inside[:, None] & there[None, :], other=0.0)
-            total = tl.dot(part, factor, total, input_precision="ieee")
+            total = tl.dot(part, factor.to(part.dtype), total, input_precision="ieee")
         kind = output.dtype.element_ty
+        if ROUNDED:
+            scale = tl.load(scales + own * OUTPUTS + column, mask=there, other=0.0)
+            total = total * scale[None, :]
         if BIASED:
             offset = tl.load(bias + own * OUTPUTS + column, mask=there, other=0.0)
             total = total.to(kind).to(tl.float32) + offset.to(tl.float32)[None, :]
