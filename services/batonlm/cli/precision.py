@@ -33,6 +33,10 @@ _EMBEDDINGS = ("embed", "wte.", "wpe.")
 """In the names of tensors of which a step reads a few rows."""
 
 
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.625}
+"""Of a weight: with int4, 32 of them share a scale and an offset of two bytes each."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """The numbers that a model's weights are kept in."""
@@ -75,8 +79,8 @@ class ModelWeights:
 
     def matrix_bytes(self, precision: Precision) -> int:
         """What each step reads."""
-        each = 1 if precision.quantize == "int8" else DTYPE_BYTES[precision.dtype]
-        return self.matrices * each
+        each = _QUANTIZED_BYTES.get(precision.quantize, DTYPE_BYTES[precision.dtype])
+        return int(self.matrices * each)
 
 
 def read_weights(folder: Path) -> ModelWeights:
