@@ -28,6 +28,7 @@ from baton_loadtest.chaos.streams.network import Edge, Proxy
 from batonlm.cli.main import main
 from batonlm.cli.ports import HOST, free_ports
 from batonlm.v1 import inference_pb2
+from tests.e2e.relay import until_it_comes_about
 
 SLOWEST_S = 900
 """Of a short run on a machine that has much else to do; on a quiet one it is seconds."""
@@ -201,18 +202,26 @@ def run(folder: Path, schedule: str, *words: str) -> dict[str, float]:
 @pytest.mark.chaos
 @pytest.mark.timeout(SLOWEST_S)
 def test_kills(tmp_path: Path) -> None:
-    found = run(tmp_path, "kills", "--streams", "40")
-    assert found["equal tokens"] == 40
-    assert all(found[f"kills of a {role} worker"] >= 1 for role in WORKER_ROLES)
-    assert found["streams that lost a worker"] > 0
+    def kills_hit_streams() -> bool:
+        found = run(tmp_path, "kills", "--streams", "40")
+        assert found["equal tokens"] == 40
+        every = all(found[f"kills of a {role} worker"] >= 1 for role in WORKER_ROLES)
+        return every and found["streams that lost a worker"] > 0
+
+    until_it_comes_about(kills_hit_streams, "streams that lose workers of every role")
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(SLOWEST_S)
 def test_a_router_dies(tmp_path: Path) -> None:
-    found = run(tmp_path, "routers", "--streams", "12", "--concurrency", "12", "--rounds", "1")
-    assert found["streams cut, and told to try again"] > 0
-    assert found["streams asked again at the other router"] > 0
+    words = ("--streams", "12", "--concurrency", "12", "--rounds", "1")
+
+    def streams_were_cut() -> bool:
+        found = run(tmp_path, "routers", *words)
+        again = found["streams asked again at the other router"]
+        return found["streams cut, and told to try again"] > 0 and again > 0
+
+    until_it_comes_about(streams_were_cut, "streams of a router that is killed")
 
 
 @pytest.mark.chaos

@@ -93,6 +93,6 @@ async def test_a_ring_orphaned_ends_the_worker_though_the_sender_stays_frozen(
     tmp_path: Path,
 ) -> None:
     """With a read in flight, a living transport and its threads: neither hangs nor aborts."""
-    async with exhausted(tmp_path, drain_timeout_s=6) as world:
+    async with exhausted(tmp_path, drain_timeout_s=15) as world:
         assert await world.decode.exit_code() == EXHAUSTED
         world.prefill.process.kill()
