@@ -137,6 +137,17 @@ def test_an_output_layer_of_its_own_is_not_counted_twice(tmp_path: Path) -> None
     assert read_weights(tmp_path) == ModelWeights(64 + 800, 800 + 8)
 
 
+def test_no_speed_is_said_of_a_model_that_reads_some_of_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    write(
+        tmp_path / "a.safetensors", {"model.layers.0.mlp.experts.down_proj": [8, 1 << 14, 1 << 12]}
+    )
+    weights = read_weights(tmp_path)
+    assert weights == ModelWeights(1 << 29, 0, is_sparse=True)
+    settings: Any = {"dtype": "auto", "quantize": "none", "threads": 1, "cpu": AMX}
+    assert "tokens/s" not in choose(weights, 1, 9 * GIB, **settings).words
+
+
 def test_the_kernel_says_what_the_cpu_can_do(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16\n\nprocessor\t: 1\nflags\t: fpu\n")

@@ -109,12 +109,12 @@ def _figures(found: dict[str, list[Speeds]], batch: int) -> list[Result]:
         for speeds in found.values()
     )
     name = f"transformers' generate, batches of {batch}"
-    per_cpu = "tokens per processor second"
+    of_cpu = "output tokens per second of processor time, LLM against"
     return [
         compared("output tokens, LLM against baton up", llm.wall, "tokens/s", up.wall),
         compared(f"output tokens, LLM against {name}", llm.wall, "tokens/s", static.wall),
-        compared("output tokens, LLM against baton up", llm.cpu, per_cpu, up.cpu),
-        compared(f"output tokens, LLM against {name}", llm.cpu, per_cpu, static.cpu),
+        compared(f"{of_cpu} baton up", llm.cpu, "tokens/s", up.cpu),
+        compared(f"{of_cpu} {name}", llm.cpu, "tokens/s", static.cpu),
         Result("requests with equal tokens, LLM and baton up", 100.0, "%"),
     ]
 

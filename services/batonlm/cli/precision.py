@@ -63,11 +63,13 @@ class ModelWeights:
     """Numbers of a model's weights, which are the same in every precision."""
 
     matrices: int
-    """In matrices that every step multiplies by."""
+    """In matrices that steps multiply by."""
     others: int
     """In embeddings and vectors."""
     is_packed: bool = False
     """Whether the files hold numbers that are quantized already."""
+    is_sparse: bool = False
+    """Whether a step reads a part of the matrices only: those of the experts that are chosen."""
 
     @property
     def count(self) -> int:
@@ -78,7 +80,7 @@ class ModelWeights:
         return self.matrix_bytes(precision) + self.others * DTYPE_BYTES[precision.dtype]
 
     def matrix_bytes(self, precision: Precision) -> int:
-        """What each step reads."""
+        """What each step reads, but where a model is sparse."""
         each = _QUANTIZED_BYTES.get(precision.quantize, DTYPE_BYTES[precision.dtype])
         return int(self.matrices * each)
 
@@ -101,7 +103,8 @@ def read_weights(folder: Path) -> ModelWeights:
     if tied and not any(name.endswith("lm_head.weight") for name in found):
         # The output layer is packed apart from the embedding that it shares its numbers with.
         matrices += max((abs(n) for name, n in found.items() if _is_embedding(name)), default=0)
-    return ModelWeights(matrices, others, "quantization_config" in config)
+    sparse = any(".experts." in name for name in found)
+    return ModelWeights(matrices, others, "quantization_config" in config, sparse)
 
 
 def _is_embedding(name: str) -> bool:
@@ -217,14 +220,14 @@ def _words(
         f"Weights in {precision}: {size(taken)} in {processes}, and up to {size(kv)} for KV, of "
         f"{size(free)} free"
     )
-    if taken >= LARGE_BYTES:
+    if taken >= LARGE_BYTES and not weights.is_sparse:
         most = threads * copied_bytes_per_s() / weights.matrix_bytes(precision)
         text += f"; a stream gets at most about {most:.3g} tokens/s"
     if precision != allowed[0]:
         insist = f"{allowed[0].flags} insists"
         text += f" ({allowed[0]} would take {size(weights.num_bytes(allowed[0]))}; {insist})"
     elif taken >= LARGE_BYTES and len(allowed) > 1:
-        text += f"; {allowed[1].flags} takes {size(weights.num_bytes(allowed[1]))}, and less time"
+        text += f"; {allowed[1].flags} takes {size(weights.num_bytes(allowed[1]))}"
     return text
 
 

@@ -57,6 +57,17 @@ def test_batching(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+def test_offline(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    file = tmp_path / "figures.json"
+    few = ["--shape", "tiny", "--requests", "6", "--rounds", "1", "--transport", "loopback"]
+    assert main(["bench", "offline", *few, "--json", str(file)]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    assert found["requests with equal tokens, LLM and baton up"]["value"] == 100
+    assert len(found) == 5 and all(result["value"] > 0 for result in found.values())
+
+
+@pytest.mark.slow
 def test_engine(bench: Bench) -> None:
     found = bench("engine", "--requests", "3", "--rounds", "1", "--quantize", "none")
     assert found["requests"]["value"] == 3
