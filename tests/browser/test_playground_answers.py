@@ -247,6 +247,17 @@ def test_the_relay_is_explained_beside_the_answer(page: Page, url: str) -> None:
     assert "Lost at decode after 1.00 s" in said
 
 
+def test_older_answers_numbers_take_one_line(page: Page, url: str) -> None:
+    page.open(url)
+    page.ready()
+    for turn in (1, 2):
+        page.ask("hello")
+        page.answered(turn)
+    assert [tiles.is_displayed() for tiles in page.all(".tiles")] == [False, True]
+    page.find(".beside > summary").click()
+    assert [tiles.is_displayed() for tiles in page.all(".tiles")] == [True, True]
+
+
 def test_a_router_without_timings_says_so(page: Page, url: str, frontend: Frontend) -> None:
     frontend.stages = None
     page.open(url)

@@ -20,7 +20,7 @@ export class Chat {
     this.over = null; // Settles when that answer is over.
     this.model = kept?.content.model ?? "";
     this.settings = kept?.content.settings ?? null;
-    this.turns = (kept?.content.turns ?? []).map((data) => new Turn(data, this, page.roomy));
+    this.turns = (kept?.content.turns ?? []).map((data) => new Turn(data, this));
     page.log.replaceChildren(...this.turns.map((turn) => turn.element));
     for (const turn of this.turns) {
       turn.end();
@@ -40,7 +40,7 @@ export class Chat {
     this.row ??= newRow(shortened(text, TITLE));
     this.row.usedAt = Date.now();
     const before = this.messages();
-    const turn = new Turn(newTurn(text), this, this.page.roomy);
+    const turn = new Turn(newTurn(text), this);
     this.turns.push(turn);
     this.page.log.append(turn.element);
     this.running = new AbortController();
@@ -53,7 +53,6 @@ export class Chat {
     const error = await this.over;
     this.running = null;
     turn.end(error);
-    this.mark();
     if (!error) turn.speak();
     this.page.busy(this);
     if (error?.status === 401) this.page.unauthorized();
@@ -141,7 +140,11 @@ export class Chat {
     this.edit(turn, turn.data.prompt);
   }
 
+  // Shows which turn is the newest. With room, its numbers are shown; all others' are on request.
   mark() {
-    for (const turn of this.turns) turn.newest(turn === this.turns.at(-1));
+    for (const turn of this.turns) {
+      const newest = turn === this.turns.at(-1);
+      turn.newest(newest, newest && this.page.roomy);
+    }
   }
 }

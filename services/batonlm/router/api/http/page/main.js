@@ -224,11 +224,11 @@ scroller.addEventListener("scroll", () => {
 page.log.addEventListener("click", () => (following = false));
 new ResizeObserver(() => following && toEnd()).observe(page.log);
 
-// Numbers beside an answer are always shown, those below it on request.
+// Where there is room, the newest answer's numbers are shown beside it.
 new ResizeObserver(() => {
   if (main.classList.toggle("roomy", main.clientWidth >= ROOMY_PX) === page.roomy) return;
   page.roomy = !page.roomy;
-  for (const beside of document.querySelectorAll(".beside")) beside.open = page.roomy;
+  chat.mark();
 }).observe(main);
 
 document.addEventListener("visibilitychange", () => {

@@ -18,8 +18,8 @@ export function newTurn(prompt) {
 }
 
 export class Turn {
-  // on: its Chat, which is called to edit(turn, text) and for again(turn). open: whether numbers are shown.
-  constructor(data, on, open) {
+  // on: its Chat, which is called to edit(turn, text) and for again(turn).
+  constructor(data, on) {
     this.data = data;
     this.on = on;
     this.asked = make("div", { className: "asked" });
@@ -33,7 +33,7 @@ export class Turn {
     this.body.append(this.thinking, this.answer.element, this.notes, this.actions);
     this.brief = make("summary");
     this.numbers = make("div", { className: "numbers" });
-    this.beside = make("details", { className: "beside", open, "aria-label": "What the relay did" }, this.brief, this.numbers);
+    this.beside = make("details", { className: "beside", "aria-label": "What the relay did" }, this.brief, this.numbers);
     this.element = make("li", { className: "turn" }, this.asked, this.body, this.beside);
     this.showPrompt();
     this.thoughts(data.thought);
@@ -121,9 +121,10 @@ export class Turn {
     if (left > 0) setTimeout(() => this.countDown(again, left - 1), 1000);
   }
 
-  // Only the newest answer can be made again, because later turns build on it.
-  newest(is) {
+  // Only the newest answer can be made again, because later turns build on it. open: shows the numbers.
+  newest(is, open) {
     this.body.classList.toggle("newest", is);
+    this.beside.open = open;
   }
 
   showPrompt() {
