@@ -82,6 +82,7 @@ def test_the_line_says_what_is_taken_and_how_to_insist() -> None:
 def test_what_the_user_says_is_taken_or_refused() -> None:
     assert chosen(9 * GIB, dtype="bfloat16").precision == BFLOAT16
     assert chosen(9 * GIB, quantize="int8").precision == INT8
+    assert chosen(2 * GIB, quantize="int4").precision == Precision("bfloat16", "int4")
     assert chosen(2 * GIB, quantize="int8").precision == SMALLEST
     assert chosen(9 * GIB, dtype="bfloat16", quantize="int8").precision == SMALLEST
     with pytest.raises(InvalidArgument) as refused:
@@ -95,8 +96,12 @@ def test_a_refusal_says_what_would_fit() -> None:
     with pytest.raises(InvalidArgument) as refused:
         chosen(3 * GIB, engines=2)
     assert "2 engine processes would each take 1.5 GiB" in refused.value.message
-    fits = "what fits: --dtype float32 --quantize int8 --prefill 0 (2 GiB)"
-    assert fits in refused.value.message
+    assert refused.value.message.endswith(
+        "what fits: --dtype bfloat16 --quantize int4 (1.12 GiB) or "
+        "--dtype float32 --quantize int8 --prefill 0 --decode 1 (2 GiB)"
+    )
+    with pytest.raises(InvalidArgument, match="what fits: --dtype bfloat16 --quantize int4"):
+        chosen(int(1.5 * GIB))
     with pytest.raises(InvalidArgument, match="nothing smaller fits"):
         chosen(GIB)
 

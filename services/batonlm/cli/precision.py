@@ -29,6 +29,7 @@ LARGE_BYTES = 256 * MIB
 
 _COPIED_BYTES = 64 * MIB
 _COPIES = 3
+_ONE_ENGINE = " --prefill 0 --decode 1"
 _EMBEDDINGS = ("embed", "wte.", "wpe.")
 """In the names of tensors of which a step reads a few rows."""
 
@@ -56,6 +57,8 @@ class Precision:
 
 FLOAT32, BFLOAT16 = Precision("float32"), Precision("bfloat16")
 INT8, SMALLEST = Precision("float32", "int8"), Precision("bfloat16", "int8")
+INT4 = Precision("bfloat16", "int4")
+"""Never taken by itself, because of what it costs an answer, but named where nothing else fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +177,7 @@ def choose(
     if dtype != "auto":
         allowed = [Precision(dtype, quantize)]
     elif quantize != "none":
-        allowed = [one for one in able if one.quantize == quantize] or [
-            Precision("float32", quantize)
-        ]
+        allowed = [Precision(dtype, quantize) for dtype in ("float32", "bfloat16")]
     else:
         allowed = able or [FLOAT32]
 
@@ -187,9 +188,9 @@ def choose(
     if not found:
         least = min(allowed, key=weights.num_bytes)
         fitting = [
-            f"{one.flags}{' --prefill 0' if fewer else ''} ({size(weights.num_bytes(one))})"
+            f"{one.flags}{_ONE_ENGINE if fewer else ''} ({size(weights.num_bytes(one))})"
             for fewer in (False, True)
-            for one in able
+            for one in ([*able, INT4] if able else ())
             if left(one, 1 if fewer else engines) >= LEAST_KV_BYTES and (not fewer or engines > 1)
         ]
         would = f"what fits: {' or '.join(fitting[:2])}" if fitting else "nothing smaller fits"
