@@ -25,10 +25,18 @@ SOURCES: dict[object, Callable[[], Iterable[RunningWorker]]] = {}
 
 @dataclass(frozen=True)
 class RunningWorker:
-    """metrics: its URL."""
+    """metrics: its URL. token: of Baton's own processes, which a router with keys asks for."""
 
     pid: int
     metrics: str
+    token: str = ""
+
+    def read(self) -> str:
+        """Its metrics. Raises OSError."""
+        shown = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        request = urllib.request.Request(self.metrics, headers=shown)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return str(answer.read().decode())
 
 
 def held(text: str) -> dict[str, float]:
@@ -51,8 +59,7 @@ def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
     told: object = "nothing"
     while runs(worker.pid):
         try:
-            with urllib.request.urlopen(worker.metrics, timeout=120) as answer:
-                told = held(answer.read().decode())
+            told = held(worker.read())
         except (urllib.error.URLError, OSError) as error:
             told = error
         if told == {}:

@@ -21,7 +21,10 @@ from tests.e2e.relay import Relay
 INSTALL_S = 600
 RUN_S = 150
 PYTHON_CLIENTS = ("openai", "litellm", "llm", "grpcio", "grpcio-tools")
-NODE_CLIENTS = ("openai", "@bufbuild/buf")
+NODE_CLIENTS = (
+    "openai", "@bufbuild/buf", "@bufbuild/protobuf", "@bufbuild/protoc-gen-es",
+    "@connectrpc/connect", "@connectrpc/connect-web",
+)  # fmt: skip
 TENANTS = ("openai", "node", "litellm", "llm", "grpcio")
 TIGHT = "12"
 """Requests a minute of each tenant: two at once, then one every five seconds."""
@@ -46,6 +49,7 @@ class Served:
             "OPENAI_BASE_URL": f"{self.relay.http}/v1",
             "OPENAI_API_KEY": self.key,
             "TIGHT_KEY": self.tight_keys.get(tight, ""),
+            "HTTP": self.relay.http,
             "GRPC": self.relay.description["grpc"],
             "MODEL": "baton-tiny",
             "NO_PROXY": "127.0.0.1",

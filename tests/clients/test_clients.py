@@ -6,6 +6,7 @@ Each says what it got; what it should have got is what the others got: answers a
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,3 +137,29 @@ def _documents(text: str) -> list[dict[str, Any]]:
         document, place = decoder.raw_decode(text, place + text[place:].find("{"))
         found.append(document)
     return found
+
+
+def test_connect_web(served: Served, node_clients: Path) -> None:
+    """What a web page runs: Connect's own client with code that buf generates."""
+    script = shutil.copy(SCRIPTS / "with_connect.mjs", node_clients)
+    plugin = {
+        "local": "protoc-gen-es",
+        "out": str(node_clients / "gen"),
+        "opt": "target=js,import_extension=js",
+    }
+    template = json.dumps({"version": "v2", "plugins": [plugin]})
+    tools = node_clients / "node_modules" / ".bin"
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    served.run(tools / "buf", "generate", PROTOS, "--template", template, PATH=path)
+    got = json.loads(served.run("node", script))
+    json_form, binary = got["chat"]
+    assert json_form == binary and json_form[0] and json_form[1] == 12
+    assert got["models"] == [["baton-tiny"]] * 2
+    info, field = "google.rpc.ErrorInfo", "google.rpc.BadRequest"
+    assert got["errors"] == 2 * [
+        ["InvalidArgument", [info, field]],
+        ["NotFound", [info, field]],
+        ["Unauthenticated", [info]],
+        ["Unauthenticated", [info]],
+        ["DeadlineExceeded", []],
+    ]

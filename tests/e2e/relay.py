@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -152,7 +151,10 @@ class Relay:
         if not self.state_file.exists():
             return []
         found = [p for p in self.processes() if p["role"] in ("router", "prefill", "decode")]
-        return [leaks.RunningWorker(p["pid"], p["metrics"]) for p in found]
+        return [leaks.RunningWorker(p["pid"], p["metrics"], self._token()) for p in found]
+
+    def _token(self) -> str:
+        return str(json.loads(self.state_file.read_text())["token"])
 
     @property
     def router(self) -> dict[str, Any]:
@@ -193,7 +195,7 @@ class Relay:
 
     def channel_to(self, process: dict[str, Any], options: Any = None) -> grpc.Channel:
         """A channel as Baton's own processes have them. Close it."""
-        token = json.loads(self.state_file.read_text())["token"]
+        token = self._token()
         channel = grpc.insecure_channel(process["grpc"], options=options)
         return grpc.intercept_channel(channel, _WithToken(token))
 
@@ -241,8 +243,7 @@ class Relay:
 
     def metric(self, process: dict[str, Any], name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
-        with urllib.request.urlopen(process["metrics"], timeout=PATIENCE_S) as answer:
-            text = answer.read().decode()
+        text = leaks.RunningWorker(process["pid"], process["metrics"], self._token()).read()
         total = 0.0
         for line in text.splitlines():
             match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)

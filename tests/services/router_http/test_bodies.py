@@ -262,7 +262,10 @@ async def test_every_route_that_takes_a_body_counts_requests(world: World) -> No
     paths = {
         route.path
         for route in world.app.routes
-        if isinstance(route, Route) and "POST" in (route.methods or ())
+        if isinstance(route, Route)
+        and "POST" in (route.methods or ())
+        # The others take bodies of other types.
+        and not route.path.startswith("/baton.v1.")
     }
     assert {"/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"} <= paths
     for path in paths:

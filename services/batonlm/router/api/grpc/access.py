@@ -89,11 +89,15 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
 
 
 def deadline_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Returns the seconds left for the call, at most what a request may set; None without a
-    deadline. Raises DeadlineExceeded."""
+    """Returns the seconds left for the call, see `bounded_s`; None without a deadline. Raises
+    DeadlineExceeded."""
     remaining_s = context.time_remaining()
-    if remaining_s is None:
-        return None
+    return None if remaining_s is None else bounded_s(remaining_s)
+
+
+def bounded_s(remaining_s: float) -> float:
+    """Returns the seconds that are left, at most what a request may set. Raises
+    DeadlineExceeded."""
     if remaining_s <= 0:
         raise DeadlineExceeded("The request ran out of time.")
     return min(float(remaining_s), REQUEST_RANGES["deadline_s"].high)

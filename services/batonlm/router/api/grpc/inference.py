@@ -8,8 +8,10 @@ from typing import TypeVar
 
 import grpc
 
+from batonlm.core.admission.admission import Holding
+from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, InvalidArgument, from_reason
-from batonlm.core.observe.stages import StageTimes
+from batonlm.core.observe.stages import StageTimes, TraceContext
 from batonlm.core.request.request import (
     Accepted,
     ChatPrompt,
@@ -28,7 +30,7 @@ from batonlm.core.request.request import (
 )
 from batonlm.router.api.grpc.access import caller, deadline_s
 from batonlm.router.api.translation import ANY_OBJECT, choice
-from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.request.pipeline import EventStream, Pipeline
 from batonlm.rpc.calls import WriteTimeout
 from batonlm.rpc.convert import (
     filled,
@@ -85,8 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         request: pb.ListModelsRequest,
         context: grpc.aio.ServicerContext[pb.ListModelsRequest, pb.ListModelsResponse],
     ) -> pb.ListModelsResponse:
-        models = self._pipeline.models()
-        return pb.ListModelsResponse(models=[model_to_proto(model) for model in models])
+        return listed_models(self._pipeline)
 
     async def _answer(
         self,
@@ -99,11 +100,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         # The message is in memory already; the reserved room is for its encoding.
         with self._pipeline.receive(tenant, message.ByteSize()) as holding:
             try:
-                self._pipeline.turn_away(tenant, message.options.priority)
-                with self._pipeline.reading(tenant):
-                    request = read(message, deadline_s(context))
                 trace = context_of(context.invocation_metadata() or ())
-                stream = await self._pipeline.open(request.of(tenant, trace), holding)
+                request, stream = await opened(
+                    self._pipeline, message, read, lambda: deadline_s(context),
+                    tenant=tenant, trace=trace, holding=holding,
+                )  # fmt: skip
                 async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
                     async for event in stream:
                         response = new()
@@ -111,6 +112,28 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         await stall.watch(context.write(response))
             except BatonError as error:
                 raise in_client_words(error) from error
+
+
+def listed_models(pipeline: Pipeline) -> pb.ListModelsResponse:
+    return pb.ListModelsResponse(models=[model_to_proto(model) for model in pipeline.models()])
+
+
+async def opened(
+    pipeline: Pipeline,
+    message: RequestMessage,
+    read: Callable[[RequestMessage, float | None], Request],
+    deadline_s: Callable[[], float | None],
+    *,
+    tenant: Tenant,
+    trace: TraceContext,
+    holding: Holding,
+) -> tuple[Request, EventStream]:
+    """Starts the request of a message. The caller closes the stream. read: `generate_from_proto` or
+    `chat_from_proto`. Raises BatonError."""
+    pipeline.turn_away(tenant, message.options.priority)
+    with pipeline.reading(tenant):
+        request = read(message, deadline_s()).of(tenant, trace)
+    return request, await pipeline.open(request, holding)
 
 
 _FIELDS = {

@@ -30,6 +30,7 @@ from batonlm.core.request.model import ModelDescription
 from batonlm.router.api.http.access import HttpAccess, is_known
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
 from batonlm.router.api.http.body import Bodies, ClientGone
+from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
 from batonlm.router.api.http.generation import Generation
 from batonlm.router.api.http.openapi import openapi_document
@@ -117,6 +118,7 @@ class HttpApp:
             Route("/metrics", self._show_metrics),
             _static("/openapi.json", document),
             _static("/docs", docs),
+            *connect_routes(pipeline, bodies),
             *pages,
         ]
         self._paths = [route.path for route in self.routes if isinstance(route, Route)]
@@ -140,12 +142,12 @@ class HttpApp:
             forget_frames(error)
             # The id of an admitted request, under which it can be explained.
             known = error.request_id if isinstance(error, BatonError) else ""
-            await send_error(send, error, known or secrets.token_hex(16))
+            await _fail(scope, send, error, known or secrets.token_hex(16))
         except Exception:
             request_id = secrets.token_hex(16)
             about = named(request_id)
             log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
-            await send_error(send, Internal("internal error"), request_id)
+            await _fail(scope, send, Internal("internal error"), request_id)
 
     def _unrouted(self, error: HTTPException, scope: Scope) -> HttpError:
         """Returns the error for Starlette's, which its router raises."""
@@ -205,6 +207,13 @@ class HttpApp:
         shown = self._registry if known else self._registry_without_tenants
         headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
         return Response(generate_latest(shown), headers=headers)
+
+
+async def _fail(scope: Scope, send: Send, error: BatonError | HttpError, request_id: str) -> None:
+    if speaks_connect(scope):
+        await send_failure(scope, send, error, request_id)
+    else:
+        await send_error(send, error, request_id)
 
 
 CORS_MAX_AGE_S = 600

@@ -10,7 +10,7 @@ connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,14 +54,17 @@ class Bodies:
         """When the rate limit allows the next byte, on the loop's clock."""
 
     @asynccontextmanager
-    async def received(self, scope: Scope, receive: Receive) -> AsyncIterator[Body]:
-        """Yields the whole body, and releases its room on exit. Raises HttpError 413 or 415,
-        ClientGone, or BatonError when there is no room."""
+    async def received(
+        self, scope: Scope, receive: Receive, kinds: Collection[bytes] = ()
+    ) -> AsyncIterator[Body]:
+        """Yields the whole body, and releases its room on exit. kinds: the content types that are
+        taken; none: JSON, see `_check`. Raises HttpError 413 or 415, ClientGone, or BatonError when
+        there is no room."""
         tenant = caller(scope)
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
             with self._pipeline.reading(tenant):
-                _check(headers)
+                _check(headers, kinds)
             holding = self._pipeline.receive(tenant, int(headers.get(b"content-length", b"0")))
         except (BatonError, HttpError):
             await self.discard(scope, receive)
@@ -120,18 +123,24 @@ class Bodies:
                 await asyncio.sleep(early_s)
 
 
-def _check(headers: dict[bytes, bytes]) -> None:
-    """Raises HttpError for headers that rule the body out. No content type counts as JSON; a wrong
-    one is refused.
+def content_type(headers: Mapping[bytes, bytes], default: bytes = b"") -> bytes:
+    """Returns the type without its parameters."""
+    return headers.get(b"content-type", default).split(b";")[0].strip().lower()
+
+
+def _check(headers: dict[bytes, bytes], kinds: Collection[bytes]) -> None:
+    """Raises HttpError for headers that rule the body out. No content type counts as JSON, where
+    that is taken; a wrong one is refused.
 
     A page of another site can make a browser send a body without a type directly, while a JSON body
-    requires a CORS preflight, which this router never allows. So a body from a browser must have
-    the JSON type.
+    requires a CORS preflight, which is allowed to the pages of --cors-origin only. So a body from a
+    browser must have the JSON type, or another that requires one.
     """
-    undeclared = b"" if _from_a_page(headers) else b"application/json"
-    kind = headers.get(b"content-type", undeclared).split(b";")[0].strip().lower()
-    if kind != b"application/json" and not kind.endswith(b"+json"):
-        raise HttpError(415, "Content-Type must be application/json", code="unsupported_type")
+    kind = content_type(headers, b"" if _from_a_page(headers) else b"application/json")
+    fits = kind in kinds if kinds else kind == b"application/json" or kind.endswith(b"+json")
+    if not fits:
+        wanted = " or ".join(each.decode() for each in kinds) or "application/json"
+        raise HttpError(415, f"Content-Type must be {wanted}", code="unsupported_type")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise HttpError(415, "the body must not be compressed", code="unsupported_encoding")
     if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:

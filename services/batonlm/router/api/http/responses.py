@@ -34,11 +34,15 @@ async def send_json(
 
 
 async def send_parts(
-    send: Send, parts: Sequence[bytes], headers: Sequence[Header] = (), status: int = 200
+    send: Send,
+    parts: Sequence[bytes],
+    headers: Sequence[Header] = (),
+    status: int = 200,
+    kind: bytes = b"application/json",
 ) -> None:
-    """Sends a JSON document that was written in parts as one response."""
+    """Sends a document that was written in parts as one response. kind: its content type."""
     head = [
-        (b"content-type", b"application/json"),
+        (b"content-type", kind),
         (b"content-length", b"%d" % sum(map(len, parts))),
         *headers,
     ]
@@ -76,15 +80,22 @@ def error_document(error: BatonError | HttpError) -> Json:
     return error.body() if isinstance(error, HttpError) else openai_error(error)
 
 
-async def send_error(send: Send, error: Failure, request_id: str) -> None:
+def error_status(error: Failure) -> int:
+    return error.status if isinstance(error, HttpError) else http_status(error)
+
+
+def error_headers(error: Failure, request_id: str) -> list[Header]:
     headers: list[Header] = [(b"x-request-id", request_id.encode())]
     if isinstance(error, Unauthenticated):
         headers += [*CLOSES, (b"www-authenticate", b"Bearer")]
     if isinstance(error, HttpError):
-        status = error.status
         headers += error.headers
     else:
-        status = http_status(error)
         hints = retry_after_headers(with_hint(error))
         headers += [(name.encode(), value.encode()) for name, value in hints.items()]
-    await send_json(send, status, error_document(error), headers)
+    return headers
+
+
+async def send_error(send: Send, error: Failure, request_id: str) -> None:
+    headers = error_headers(error, request_id)
+    await send_json(send, error_status(error), error_document(error), headers)
