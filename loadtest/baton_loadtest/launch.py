@@ -26,7 +26,7 @@ from batonlm.cli.layout import Layout, UpOptions, plan
 from batonlm.cli.ports import free_row
 from batonlm.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
 from batonlm.core.errors import BatonError
-from batonlm.rpc.lifecycle import PARENT_VARIABLE
+from batonlm.rpc.server import PARENT_VARIABLE
 
 ENGINE_CORE, OTHER_CORE = "0", "1"
 """Cores of the engines and of everything else, for benchmarks that pin them."""
@@ -218,10 +218,13 @@ async def process(
     assert started.stdout is not None
     try:
         async with asyncio.timeout(START_S):
-            line = await started.stdout.readline()
+            while line := await started.stdout.readline():
+                # Before it serves, it says in which part of its start it is.
+                if "role" in (announcement := json.loads(line)):
+                    break
         if not line:
             raise ContenderFailed(f"the {role} did not start")
-        yield BatonProcess(started.pid, json.loads(line))
+        yield BatonProcess(started.pid, announcement)
     finally:
         with suppress(ProcessLookupError):
             started.kill()

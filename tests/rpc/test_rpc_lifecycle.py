@@ -12,7 +12,8 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from batonlm.rpc.lifecycle import PARENT_VARIABLE, new_instance_id
+from batonlm.rpc.lifecycle import new_instance_id
+from batonlm.rpc.server import PARENT_VARIABLE
 
 WITHIN_S = 120.0
 

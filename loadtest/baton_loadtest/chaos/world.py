@@ -21,7 +21,7 @@ from typing import Any
 
 from baton_loadtest.chaos.sides import Settings
 from batonlm.core.errors import BatonError
-from batonlm.rpc.lifecycle import PARENT_VARIABLE
+from batonlm.rpc.server import PARENT_VARIABLE
 
 PATIENCE_S = 60.0
 """Time limit for what must happen; if it is exceeded the experiment has failed."""

@@ -1,9 +1,10 @@
 """Runs all processes of a layout, and restarts those that end, with back-off.
 
-Events are reported through `notify`: ("started", name, pid), ("loading", name, done, total),
-("serving", name), ("restarting", name, exit code), ("ready",). The first start must succeed: if a
-process ends before all are ready, the supervisor ends with `StartFailed`, because a restart does
-not fix a wrong flag.
+Events are reported through `notify`: ("started", name, pid), ("part", name, part of its start),
+("loading", name, done, total), ("serving", name), ("restarting", name, exit code), ("ready",),
+("stopping", number of processes, whether they are killed), ("stopped",). The first start must
+succeed: if a process ends before all are ready, the supervisor ends with `StartFailed`, because a
+restart does not fix a wrong flag.
 
 In whatever state the children are, `run` returns at most STOP_BOUND_S after `stop`.
 """
@@ -183,26 +184,28 @@ PIPES_S = 1.0
 """How long the pipes are read after a child's end. A process that the child started may hold them
 open for ever."""
 
-OnLoading = Callable[[str, int, int], None]
+OnReport = Callable[..., None]
+"""Called as on_report("part", name, part) and on_report("loading", name, done, total)."""
 _STDOUT, _STDERR = 1, 2
 
 
 class ChildProcess:
     """One run of one process. `wait` for its end, or `close` it.
 
-    A child reports by JSON lines on stdout: `{"loading": done, "total": all}` in bytes while it
-    loads, and a line with "role" when it serves. Its stderr goes to the log. Both pipes are read as
-    long as the child writes anything: a child whose pipe is full blocks.
+    A child reports by JSON lines on stdout: `{"part": name}` of its start, `{"loading": done,
+    "total": all}` in bytes while it loads, and a line with "role" when it serves. Its stderr goes
+    to the log. Both pipes are read as long as the child writes anything: a child whose pipe is full
+    blocks.
     """
 
-    def __init__(self, spec: ProcessSpec, log: LogFile, on_loading: OnLoading) -> None:
+    def __init__(self, spec: ProcessSpec, log: LogFile, on_report: OnReport) -> None:
         self.spec = spec
         self.serving = asyncio.Event()
         """Set when the process reported that it serves."""
         self.last_words: deque[str] = deque(maxlen=LAST_LINES)
         """The last lines of its log."""
         self._log = log
-        self._on_loading = on_loading
+        self._on_report = on_report
         self._ended, self._drained = asyncio.Event(), asyncio.Event()
         self._transport: asyncio.SubprocessTransport
 
@@ -212,7 +215,7 @@ class ChildProcess:
         spec: ProcessSpec,
         log: LogFile,
         threads: int,
-        on_loading: OnLoading,
+        on_report: OnReport,
         variables: Mapping[str, str] | None = None,
     ) -> ChildProcess:
         """Starts the process. Raises OSError. variables: additional environment variables, which
@@ -230,7 +233,7 @@ class ChildProcess:
             "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "ERROR"),
             **(variables or {}),
         }
-        child = cls(spec, log, on_loading)
+        child = cls(spec, log, on_report)
         pipes = {_STDOUT: _Lines(child._announced), _STDERR: _Lines(child._logged)}
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
             lambda: _Protocol(pipes, child._ended, child._drained),
@@ -274,7 +277,10 @@ class ChildProcess:
         try:
             message = json.loads(line)
             if "loading" in message:
-                self._on_loading(self.spec.name, int(message["loading"]), int(message["total"]))
+                done, total = int(message["loading"]), int(message["total"])
+                self._on_report("loading", self.spec.name, done, total)
+            elif "part" in message:
+                self._on_report("part", self.spec.name, str(message["part"]))
             elif "role" in message:
                 self.serving.set()
         except (ValueError, TypeError, KeyError):
@@ -386,11 +392,14 @@ class Supervisor:
         self._hurry = asyncio.Event()
         self._ready = asyncio.Event()
         self._failure: StartFailed | None = None
+        self._stopped = False
 
     def stop(self) -> None:
         """Ends the processes gracefully; the second call kills those that still run."""
         if self._stop.is_set():
             self._hurry.set()
+        if self._children and not (self._failure or self._stopped):
+            self._notify("stopping", len(self._children), self._hurry.is_set())
         self._stop.set()
 
     def child(self, name: str) -> ChildProcess:
@@ -449,6 +458,8 @@ class Supervisor:
             await asyncio.gather(watcher, *keepers, return_exceptions=True)
             await self._end_children()
             log.close()
+            self._stopped = True
+            self._notify("stopped")
 
     async def _keep(self, spec: ProcessSpec, log: LogFile) -> None:
         backoff = FIRST_BACKOFF_S
@@ -476,7 +487,7 @@ class Supervisor:
                 spec,
                 log,
                 self._layout.threads,
-                lambda name, done, total: self._notify("loading", name, done, total),
+                self._notify,
                 {PEER_TOKEN_VARIABLE: self._layout.peer_token},
             )
         except OSError as error:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
@@ -65,8 +65,18 @@ Chat in a browser at {http}/, or ask from here:
 Stop it: {command} down{state.option()}      Logs: {state.log_file()}"""
 
 
+_PARTS = {
+    "engine": "imports torch and checks that the model fits",
+    "weights": "loads weights",
+    "check": "checks the model against its own attention",
+    "ring": "tries its transport of KV",
+}
+"""What a worker does in a part of its start. The other processes' parts are short."""
+
+
 class Progress:
-    """Shows the start on stderr: a line per process on a terminal, otherwise plain lines."""
+    """Shows the start and the end on stderr: on a terminal a bar per process that loads, otherwise
+    plain lines."""
 
     def __init__(self, num_processes: int, note: str = "") -> None:
         """note: a line for the user before the first process serves."""
@@ -74,10 +84,10 @@ class Progress:
         self._began = time.monotonic()
         self._serving = 0
         self._num_processes = num_processes
-        self._ready = False
+        self._ready = self._stopping = False
         self._tasks: dict[str, TaskID] = {}
         self._bars = Bars(
-            TextColumn("{task.description:>14}"),
+            TextColumn("{task.description:>14} {task.fields[part]}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
@@ -92,12 +102,17 @@ class Progress:
 
     def show(self, what: str, *details: object) -> None:
         match what, details:
+            case "part", (str(name), str(part)) if part in _PARTS and not self._ready:
+                if self._console.is_terminal:
+                    self._bars.update(self._task(name), part=_PARTS[part])
+                else:
+                    self._console.print(f"  {self._elapsed():5.1f} s  {name} {_PARTS[part]}")
             case "loading", (str(name), int(done), int(total)):
-                if name not in self._tasks:
-                    self._tasks[name] = self._bars.add_task(name, total=total)
-                self._bars.update(self._tasks[name], completed=done, total=total)
+                self._bars.update(self._task(name), completed=done, total=total)
             case "serving", (str(name),) if not self._ready:
                 self._serving += 1
+                if name in self._tasks:
+                    self._bars.remove_task(self._tasks.pop(name))
                 self._console.print(
                     f"  {self._elapsed():5.1f} s  {name} serves "
                     f"({self._serving} of {self._num_processes})"
@@ -110,9 +125,22 @@ class Progress:
                 self._ready = True
                 self._bars.stop()
                 self._console.print(f"Ready after {self._elapsed():.1f} s")
+            case "stopping", (int(count), bool(killed)):
+                self._stopping = True
+                self._bars.stop()
+                how = "Killing" if killed else "Stopping"
+                more = "" if killed else "; a second Ctrl-C kills them"
+                self._console.print(f"{how} {count} processes{more}")
+            case "stopped", () if self._stopping:
+                self._console.print("Stopped: nothing runs any more")
 
     def close(self) -> None:
         self._bars.stop()
+
+    def _task(self, name: str) -> TaskID:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=None, part="")
+        return self._tasks[name]
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._began
@@ -418,24 +446,49 @@ class _Terminal:
 
 
 def _detach(args: argparse.Namespace) -> int:
+    # By itself SIGTERM would end this process only, and leave what it started.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return _start_supervisor(args)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _terminated(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _start_supervisor(args: argparse.Namespace) -> int:
+    """Returns when all processes of the supervisor are ready. Raises StartFailed."""
     layout = plan(_options(args))
     reader, writer = os.pipe()
     flags = [a for a in sys.argv[1:] if a not in ("--detach", "--demo")]
     # A file, not a pipe: the supervisor would block on a pipe that is not read.
     with tempfile.TemporaryFile() as complaints, os.fdopen(reader, "rb", buffering=0) as reports:
-        try:
-            supervisor = subprocess.Popen(
-                [sys.executable, "-m", "batonlm.cli.main", *flags, "--report-fd", str(writer)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                pass_fds=(writer,),
-                start_new_session=True,
-            )
-        finally:
-            os.close(writer)
         progress = Progress(len(layout.processes), layout.note)
+        supervisor: subprocess.Popen[bytes] | None = None
         try:
+            try:
+                # An exception amid Popen would leave a process that nobody knows.
+                early: list[int] = []
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda number, _: early.append(number))
+                supervisor = subprocess.Popen(
+                    [sys.executable, "-m", "batonlm.cli.main", *flags, "--report-fd", str(writer)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=complaints,
+                    pass_fds=(writer,),
+                    start_new_session=True,
+                )
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, _terminated)
+                if early:
+                    sys.exit(128 + early[0])
+            finally:
+                os.close(writer)
             for what, *details in _reported(reports.fileno()):
                 if what == "failed":
                     raise StartFailed(details[0])
@@ -450,8 +503,12 @@ def _detach(args: argparse.Namespace) -> int:
             complaints.seek(0)
             words = complaints.read().decode(errors="replace").strip().splitlines()
             raise StartFailed(words[-1].removeprefix("baton up: ") if words else "it ended")
-        except BaseException:
-            _end(supervisor)
+        except BaseException as failure:
+            if supervisor is not None:
+                _end(supervisor)
+            if isinstance(failure, KeyboardInterrupt | SystemExit):
+                progress.close()
+                print("Stopped: nothing runs any more", file=sys.stderr)
             raise
         finally:
             progress.close()

@@ -24,11 +24,10 @@ from typing import Any
 
 from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.rpc.loop import Loop
-from batonlm.rpc.server import ProcessServer
+from batonlm.rpc.server import PARENT_VARIABLE, ProcessServer
 
 log = logging.getLogger(__name__)
 
-PARENT_VARIABLE = "BATON_PARENT_PID"
 EXHAUSTED = 4
 EXIT_S = 20.0
 STOP_GRACE_S = 1.0

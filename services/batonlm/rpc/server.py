@@ -8,6 +8,7 @@ certificate. `ProcessServer.start` binds the port for work when everything is lo
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -104,6 +105,8 @@ def _ms(seconds: float) -> int:
     return max(1, round(1000 * seconds))
 
 
+PARENT_VARIABLE = "BATON_PARENT_PID"
+"""The number of the process that supervises this one, ends with it and reads its stdout."""
 SAY_EVERY_S = 5.0
 IMPORT = "import"
 WEIGHTS = "weights"
@@ -134,6 +137,8 @@ class Startup:
         now = self._clock()
         self.took[self.part] = self.took.get(self.part, 0.0) + now - self._entered
         self.part, self._entered = part, now
+        if os.environ.get(PARENT_VARIABLE):  # A supervisor reads it.
+            print(json.dumps({"part": part}), flush=True)
 
     def weights(self, done: int, total: int) -> None:
         """Sets how many bytes of the weights are loaded. After the last of them CHECK begins."""

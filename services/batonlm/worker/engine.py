@@ -29,8 +29,8 @@ from batonlm.engine.ranks.tcp import key_of
 from batonlm.grammar.book import GrammarBook
 from batonlm.grammar.compiler import load_vocabulary
 from batonlm.rpc.address import split
-from batonlm.rpc.lifecycle import PARENT_VARIABLE
 from batonlm.rpc.model_folder import special_tokens, tokenizer_digest
+from batonlm.rpc.server import PARENT_VARIABLE
 from batonlm.worker.options import DecodeConfig, WorkerOptions
 
 log = logging.getLogger(__name__)
