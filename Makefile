@@ -69,7 +69,7 @@ test-slow: install ## Tests that take long
 test-browser: install ## Tests of the chat page; need Debian's chromium and chromium-driver
 	@$(BIN)/python -m pytest -q -m browser tests/browser
 
-test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG from their own packages (pip and npm)
+test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG, LangChain and other agents from their own packages (pip and npm)
 	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 test-edge: install ## Real proxies and clients before the HTTP edge; need Debian's nginx, haproxy, openjdk, curl
@@ -144,8 +144,8 @@ manifests: install ## Make deploy/k8s/base of the chart; needs helm
 proto-lint: ## buf lint (needs npm)
 	@npm exec --yes --package=@bufbuild/buf@1.75.0 -- buf lint
 
-model: install ## Train the bundled model again (long)
-	@PYTHONPATH=scripts $(BIN)/python -m model.train --out services/batonlm/models/baton-tiny
+model: install ## Train the bundled model again (hours; goes on where it was interrupted)
+	@PYTHONPATH=scripts $(BIN)/python -m model.train --work build/model --out services/batonlm/models/baton-tiny
 
 figures: install ## Measure everything again that README and docs state (hours; see scripts/figures.py)
 	@$(FIGURES)

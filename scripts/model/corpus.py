@@ -6,7 +6,7 @@ Everything is drawn from a seeded `random.Random`: the same seed gives the same 
 import json
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model import facts, texts
 from model.kinds import (
@@ -20,8 +20,9 @@ from model.kinds import (
     recital,
     some_country,
 )
+from model.tools import TOOL_KINDS, written
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 
 class Dialogue(NamedTuple):
@@ -45,6 +46,7 @@ class Example(NamedTuple):
     kind: str
     messages: list[Message]
     answer: str
+    tools: list[dict[str, Any]]
 
 
 _SINGLE_KINDS = [kind for kind, _ in SINGLE.values()]
@@ -198,8 +200,22 @@ _MULTI_MAKERS = [maker for maker, _ in MULTI.values()]
 _MULTI_WEIGHTS = [weight for _, weight in MULTI.values()]
 
 
-def dialogue(rng: random.Random) -> Dialogue:
-    """One conversation to train on; nearly two of three are a single question."""
+#: Answers that have to be computed or remembered one by one: what a model forgets first.
+_FORGOTTEN: tuple[Callable[[random.Random], Turn], ...] = tuple(
+    SINGLE[name][0]
+    for name in (
+        *["long addition"] * 5, *["division"] * 3, *["subtraction"] * 3, *["addition"] * 2,
+        *["multiplication"] * 2, "beyond its sums", "country of a capital", "country in brief",
+        "flag", "JSON country", "phrase in a language",
+    )
+)  # fmt: skip
+
+
+def dialogue(rng: random.Random, refreshed: float = 0.0) -> Dialogue:
+    """One conversation to train on; nearly two of three are a single question. `refreshed` is the
+    share of questions that a model forgets first, beside their usual part."""
+    if refreshed and rng.random() < refreshed:
+        return Dialogue([rng.choice(_FORGOTTEN)(rng)])
     if rng.random() < 0.64:
         return Dialogue([_any_turn(rng)])
     return rng.choices(_MULTI_MAKERS, _MULTI_WEIGHTS)[0](rng)
@@ -223,11 +239,26 @@ def completion(rng: random.Random) -> str:
 def evaluation_set(seed: int, n: int) -> list[Example]:
     """`n` questions, every kind in turn; another seed gives other questions."""
     rng = random.Random(f"evaluation {seed}")
-    names = [*SINGLE, *MULTI]
+    names = [*SINGLE, *MULTI, *TOOL_KINDS]
     examples = []
     for index in range(n):
         name = names[index % len(names)]
+        if name in TOOL_KINDS:
+            examples.append(_tool_example(rng, name))
+            continue
         made = MULTI[name][0](rng) if name in MULTI else Dialogue([SINGLE[name][0](rng)])
         *before, last = made.messages()
-        examples.append(Example(name, before, last["content"]))
+        examples.append(Example(name, before, last["content"], []))
     return examples
+
+
+def _tool_example(rng: random.Random, kind: str) -> Example:
+    """One step of a conversation with tools: a call, or the answer from a result."""
+    chat = TOOL_KINDS[kind][0](rng)
+    answers = [
+        index
+        for index, message in enumerate(chat.messages)
+        if message["role"] == "assistant" and index >= chat.given
+    ]
+    step = rng.choice(answers)
+    return Example(kind, chat.messages[:step], written(chat.messages[step]), chat.tools)

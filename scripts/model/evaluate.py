@@ -30,11 +30,16 @@ def load(path: Path) -> tuple[Any, Any]:
 
 
 @torch.inference_mode()
-def greedy(model: Any, tokenizer: Any, chats: list[list[Message]]) -> list[str | None]:
-    """The model's answer to each chat, or None where it did not end its turn."""
+def greedy(
+    model: Any, tokenizer: Any, chats: list[tuple[list[Message], list[dict[str, Any]]]]
+) -> list[str | None]:
+    """The model's answer to each chat of messages and tools, or None where it did not end its
+    turn."""
     prompts = [
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        for chat in chats
+        tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True
+        )
+        for messages, tools in chats
     ]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     output = model.generate(
@@ -60,7 +65,7 @@ def judge(
     judged: list[tuple[Example, str | None]] = []
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
-        answers = greedy(model, tokenizer, [example.messages for example in part])
+        answers = greedy(model, tokenizer, [(e.messages, e.tools) for e in part])
         judged.extend(zip(part, answers, strict=True))
     return judged
 

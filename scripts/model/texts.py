@@ -195,20 +195,20 @@ def story_about(name: str, thing: str) -> str:
     )
 
 
-def _items(text: str, separator: str = " ") -> list[str]:
+def items(text: str, separator: str = " ") -> list[str]:
     return text.split(separator)
 
 
-NAMES = _items(
+NAMES = items(
     "Ada Grace Alan Linus Edsger Barbara Donald Ken Dennis Margaret Tim Radia Clara Vera Anna "
     "Maria Sofia Emma Lena Noah Liam Omar Yusuf Aisha Mei Hiro Yuki Priya Ravi Ines Pablo Ivan "
     "Olga Nina Marta Lucas Hugo Zoe Alice Bob Carol Dave Eve Mallory Peggy Victor John Mary "
     "Peter Paul James Sarah David Laura"
 )
 
-COLOURS = _items("red green blue yellow orange purple black white brown pink grey gold")
+COLOURS = items("red green blue yellow orange purple black white brown pink grey gold")
 
-WORDS = _items(
+WORDS = items(
     "river stone cloud paper window garden silver morning engine bridge letter music winter "
     "summer forest ocean candle ladder mirror pocket basket button circle corner desert feather "
     "finger hammer island jacket kettle lemon market needle orange pepper planet rabbit saddle "
@@ -216,7 +216,7 @@ WORDS = _items(
     "whistle wolf yellow zebra lantern harbour copper marble meadow anchor"
 )
 
-TOPICS = _items(
+TOPICS = items(
     "quantum physics|photosynthesis|the stock market|football rules|the French Revolution|"
     "black holes|democracy|inflation|jazz|chess openings|gardening|the Roman Empire|DNA|"
     "electric cars|yoga|the moon landing|philosophy|climate change|opera|volcanoes|algebra|"

@@ -1,5 +1,6 @@
 """The bundled model's tokenizer and chat template."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -7,18 +8,61 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from model.corpus import Dialogue
+from model.tools import END_TOOL_CALL, TOOL_CALL, ToolChat
+
+#: Ids of a conversation, and which of them the model has to learn to produce.
+Piece = tuple[list[int], list[bool]]
 
 PAD, BEGIN, END = "<pad>", "<|begin|>", "<|end|>"
 ROLES = ("system", "user", "assistant")
 SPECIAL = [PAD, BEGIN, END, *(f"<|{role}|>" for role in ROLES)]
 
+#: Take the places of the vocabulary's last tokens when the model is taught to use tools.
+TOOL_TOKENS = ("<|tools|>", "<|tool|>", TOOL_CALL, END_TOOL_CALL)
+
+#: Names of tools and parameters, and the results, stand so that their tokens are those that a call
+#: and an answer repeat: a leading space makes another token of a word.
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
+{%- if tools -%}
+    {{- '<|tools|>' -}}
+    {%- for tool in tools -%}
+        {%- set function = tool['function'] if tool['function'] is defined else tool -%}
+        {%- set parameters = function['parameters'] or {} -%}
+        {%- set properties = parameters['properties'] or {} -%}
+        {%- set required = parameters['required'] or properties -%}
+        {{- function['name'] ~ '(' -}}
+        {%- for name in properties if name in required -%}
+            {%- set property = properties[name] -%}
+            {{- name ~ ':' -}}
+            {%- if property['enum'] is defined -%}
+                {{- property['enum'] | join('|') -}}
+            {%- elif property['type'] is string -%}
+                {{- property['type'] -}}
+            {%- else -%}
+                {{- 'string' -}}
+            {%- endif -%}
+            {{- '' if loop.last else ',' -}}
+        {%- endfor -%}
+        {{- ')' if loop.last else ')\n' -}}
+    {%- endfor -%}
+    {{- eos_token -}}
+{%- endif -%}
 {%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
         {{- raise_exception('unknown role: ' ~ message['role']) -}}
     {%- endif -%}
-    {{- '<|' ~ message['role'] ~ '|>' ~ (message['content'] | trim) ~ eos_token -}}
+    {%- if message['role'] == 'tool' and loop.first -%}
+        {{- raise_exception('a message of role tool must follow a call') -}}
+    {%- endif -%}
+    {%- set content = (message['content'] or '') | trim -%}
+    {{- '<|' ~ message['role'] ~ '|>' ~ (' ' if message['role'] == 'tool') ~ content -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {{- '' if loop.first and not content else '\n' -}}
+        {{- '<tool_call>\n{"name": ' ~ (call['function']['name'] | tojson) -}}
+        {{- ', "arguments": ' ~ (call['function']['arguments'] | tojson) ~ '}\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- eos_token -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}
@@ -47,6 +91,21 @@ def train_tokenizer(text: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
+def with_tool_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """The tokenizer with TOOL_TOKENS instead of the last, rarest tokens that were merged, so that
+    the vocabulary keeps its size."""
+    saved = json.loads(tokenizer.to_str())
+    model = saved["model"]
+    by_id = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    first = len(by_id) - len(TOOL_TOKENS)
+    for gone in by_id[first:]:
+        del model["vocab"][gone]
+    del model["merges"][-len(TOOL_TOKENS) :]
+    grown = Tokenizer.from_str(json.dumps(saved))
+    grown.add_special_tokens(list(TOOL_TOKENS))
+    return grown
+
+
 def packaged(tokenizer: Tokenizer, max_length: int) -> Any:
     """The tokenizer with its template, ready for `save_pretrained`."""
     fast = cast(Any, PreTrainedTokenizerFast)  # its constructor has no annotations
@@ -64,32 +123,33 @@ def packaged(tokenizer: Tokenizer, max_length: int) -> Any:
 class Encoder:
     """Turns conversations into ids and says which of them the model has to learn to produce."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._cache: dict[str, list[int]] = {}
-        # The trainer numbers the special tokens first, in their order.
-        self._id = {token: number for number, token in enumerate(SPECIAL)}
+    def __init__(self, package: Any) -> None:
+        """package: what `packaged` makes."""
+        self._package = package
+        self._begin, self._end = package.convert_tokens_to_ids(["<|assistant|>", END])
 
-    def _encode(self, text: str) -> list[int]:
-        # Answers repeat far more often than they differ; encoding would take a tenth of a step.
-        ids = self._cache.get(text)
-        if ids is None:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            if len(self._cache) < 50_000:
-                self._cache[text] = ids
-        return ids
+    def dialogue(self, dialogue: Dialogue) -> Piece:
+        """Ids of the chat template's text; learnt are the answers and their ends."""
+        return self._chat(dialogue.messages(), None, 0)
 
-    def dialogue(self, dialogue: Dialogue) -> tuple[list[int], list[bool]]:
-        """Ids as the chat template would give them; learnt are the answers and their ends."""
-        ids, learnt = [self._id[BEGIN]], [False]
-        for message in dialogue.messages():
-            content = self._encode(message["content"])
-            is_answer = message["role"] == "assistant"
-            ids += [self._id[f"<|{message['role']}|>"], *content, self._id[END]]
-            learnt += [False, *[is_answer] * (len(content) + 1)]
+    def tool_chat(self, chat: ToolChat) -> Piece:
+        """The same, without the answers among the first messages, which are given."""
+        given = sum(message["role"] == "assistant" for message in chat.messages[: chat.given])
+        return self._chat(chat.messages, chat.tools, given)
+
+    def _chat(self, messages: Any, tools: Any, given: int) -> Piece:
+        text = self._package.apply_chat_template(messages, tools=tools, tokenize=False)
+        ids = self._package.encode(text, add_special_tokens=False)
+        learnt, answering = [], False
+        for token in ids:
+            learnt.append(answering and given < 0)
+            if token == self._begin:
+                answering, given = True, given - 1
+            elif token == self._end:
+                answering = False
         return ids, learnt
 
-    def text(self, text: str) -> tuple[list[int], list[bool]]:
+    def text(self, text: str) -> Piece:
         """Plain text: every token after the first is learnt, and so is its end."""
-        ids = [*self._encode(text), self._id[END]]
+        ids = [*self._package.encode(text, add_special_tokens=False), self._end]
         return ids, [False, *[True] * (len(ids) - 1)]

@@ -1,6 +1,8 @@
-"""Trains the bundled model from nothing on made-up text.
+"""Trains the bundled model from nothing on made-up text, in the stages of `STAGES`.
 
-PYTHONPATH=scripts python -m model.train --out services/batonlm/models/baton-tiny
+PYTHONPATH=scripts python -m model.train --work build/model --out services/batonlm/models/baton-tiny
+
+A run that ends early goes on when it is started again, from the last state that it saved.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,69 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model.corpus import completion, dialogue, evaluation_set, long_dialogue
 from model.evaluate import judge, load, tally
-from model.tokens import BEGIN, END, PAD, Encoder, packaged, train_tokenizer
+from model.tokens import (
+    BEGIN,
+    END,
+    PAD,
+    TOOL_TOKENS,
+    Encoder,
+    Piece,
+    packaged,
+    train_tokenizer,
+    with_tool_tokens,
+)
+from model.tools import tool_chat
 
 VOCABULARY = 2048
 MAX_POSITIONS = 2048
-#: (rows, tokens per row): two fixed shapes, because every shape costs a compilation.
-SHORT, LONG = (10, 384), (4, 1024)
+#: Every twelfth batch is of the long shape.
 LONG_EVERY = 12
-PEAK_LEARNING_RATE = 2.5e-3
-#: Share of that rate when weights are already good and only need to get better.
-CONTINUED = 0.5
+#: Steps between two saved states, from which an interrupted run goes on.
+SAVE_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of the optimiser over freshly drawn text."""
+
+    #: Also the seed of its text.
+    name: str
+    steps: int
+    #: Highest learning rate.
+    peak: float
+    #: (rows, tokens per row) of a batch: two fixed shapes, because every shape costs a compilation.
+    short: tuple[int, int]
+    long: tuple[int, int]
+    #: Of the steps, the last so many let the learning rate fall in a straight line, after it stayed
+    #: at its highest. 0: one cycle, which rises over 6 % of the steps and falls as a cosine does.
+    falling: int = 0
+    #: Share of conversations that have tools.
+    tools: float = 0.0
+    #: Share of the others that ask for what is forgotten first.
+    refreshed: float = 0.0
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rate of every step."""
+        if not self.falling:
+            return torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, self.peak, total_steps=self.steps, pct_start=0.06
+            )
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda step: min(1.0, (step + 1) / 100, (self.steps - step) / self.falling),
+        )
+
+
+STAGES = (
+    Stage("training", 3000, 2.5e-3, short=(10, 384), long=(4, 1024)),
+    Stage("tools", 1300, 1.5e-3, short=(5, 384), long=(2, 1024), tools=0.7),
+    Stage(
+        "both", 2000, 1e-3, short=(8, 384), long=(2, 1024), falling=850, tools=0.45, refreshed=0.4
+    ),
+)
 #: Never used for judging a finished model: `evaluate.py` and the tests draw other seeds.
 PROGRESS_SEED = 0
 
-Piece = tuple[list[int], list[bool]]
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
@@ -78,6 +130,13 @@ class Packer:
             row.append(self._waiting.pop(fits))
             free -= len(row[-1][0])
 
+    def state(self) -> list[Piece]:
+        """What `restore` needs to go on."""
+        return self._waiting
+
+    def restore(self, state: list[Piece]) -> None:
+        self._waiting = state
+
     def batch(self) -> Batch:
         """Ids, targets (-100 where nothing is to be learnt) and who may look at whom."""
         ids = torch.zeros(self._rows, self._length, dtype=torch.long)
@@ -98,10 +157,16 @@ class Packer:
         return ids, targets, visible[:, None]
 
 
-def loss_of(backbone: Callable[..., Any], model: Any, batch: Batch) -> Tensor:
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices in hardware; on others bfloat16 is slower."""
+    cpu = Path("/proc/cpuinfo")
+    return cpu.exists() and "amx_bf16" in cpu.read_text("utf-8")
+
+
+def loss_of(backbone: Callable[..., Any], model: Any, batch: Batch, bfloat16: bool) -> Tensor:
     """Mean cross-entropy over the tokens to be learnt; the others get no logits at all."""
     ids, targets, visible = batch
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
         hidden = backbone(input_ids=ids, attention_mask=visible, use_cache=False)
         wanted = targets != -100
         logits = model.lm_head(hidden.last_hidden_state[wanted])
@@ -133,72 +198,115 @@ def report(out: Path, questions: int) -> str:
     return f"{right}/{questions} right; " + (", ".join(missing) or "every kind")
 
 
-def train(out: Path, steps: int, seed: int, compiled: bool, start: Path | None) -> None:
-    """Train for `steps` steps and leave the model in `out`."""
-    torch.manual_seed(seed)
-    rng = random.Random(f"training {seed}")
-
-    peak = PEAK_LEARNING_RATE
-    if start:
-        model, package = load(start)
-        package.padding_side = "right"  # `load` turns it round for generation
-        tokenizer = package.backend_tokenizer
-        peak *= CONTINUED
-    else:
+def begun(stage: Stage, rng: random.Random, before: Path | None) -> tuple[Any, Any]:
+    """Model and tokenizer as the stage starts with them. before: the stage before's result."""
+    if before is None:
         sample = (m["content"] for _ in range(20_000) for m in dialogue(rng).messages())
-        tokenizer = train_tokenizer(sample, VOCABULARY)
-        package = packaged(tokenizer, MAX_POSITIONS)
-        model = new_model(package)
-    encoder = Encoder(tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+        package = packaged(train_tokenizer(sample, VOCABULARY), MAX_POSITIONS)
+        return new_model(package), package
+    model, package = load(before)
+    tokenizer = package.backend_tokenizer
+    if stage.tools and tokenizer.token_to_id(TOOL_TOKENS[0]) is None:
+        tokenizer = with_tool_tokens(tokenizer)
+        rows = [tokenizer.token_to_id(token) for token in TOOL_TOKENS]
+        with torch.no_grad():  # they belonged to other tokens
+            embedding = model.get_input_embeddings().weight
+            embedding[rows] = embedding.mean(dim=0)
+    return model, packaged(tokenizer, MAX_POSITIONS)
+
+
+def train(stage: Stage, seed: int, before: Path | None, out: Path, state: Path) -> None:
+    """Run one stage and leave the model in `out`. before: the folder of the stage before, or None
+    to start from nothing. state: a file to go on from if it exists, written as the training
+    goes."""
+    torch.manual_seed(seed)
+    rng = random.Random(f"{stage.name} {seed}")
+    model, package = begun(stage, rng, before)
+    encoder = Encoder(package)
+    print(f"{stage.name}: {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
     def short_piece() -> Piece:
+        if stage.tools and rng.random() < stage.tools:
+            return encoder.tool_chat(tool_chat(rng))
         if rng.random() < 0.04:
             return encoder.text(completion(rng))
-        return encoder.dialogue(dialogue(rng))
+        return encoder.dialogue(dialogue(rng, stage.refreshed))
 
-    short = Packer(short_piece, *SHORT)
-    far = Packer(lambda: encoder.dialogue(long_dialogue(rng)), *LONG)
+    short = Packer(short_piece, *stage.short)
+    far = Packer(lambda: encoder.dialogue(long_dialogue(rng)), *stage.long)
+    # torch.compile needs a C++ compiler; without one the same steps take half as long again.
+    compiled = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
     backbone = torch.compile(model.model, dynamic=False) if compiled else model.model
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.02, fused=True
+        model.parameters(), lr=stage.peak, betas=(0.9, 0.98), weight_decay=0.02, fused=True
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, peak, total_steps=steps, pct_start=0.06
-    )
+    schedule = stage.schedule(optimizer)
+    first = 1
+    if state.exists():
+        saved = torch.load(state)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        short.restore(saved["short"])
+        far.restore(saved["far"])
+        rng.setstate(saved["random"])
+        first = saved["step"] + 1
     began = time.monotonic()
+    bfloat16 = has_amx()
     model.train()
-    for step in range(1, steps + 1):
-        loss: Any = loss_of(backbone, model, (far if step % LONG_EVERY == 0 else short).batch())
+    for step in range(first, stage.steps + 1):
+        batch = (far if step % LONG_EVERY == 0 else short).batch()
+        loss: Any = loss_of(backbone, model, batch, bfloat16)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if step % 100 == 0:
-            seconds = time.monotonic() - began
-            print(f"step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
-        if step % 2000 == 0 and step < steps:
-            with tempfile.TemporaryDirectory() as name:
-                save(model, package, Path(name))
-                print(f"step {step}: {report(Path(name), 136)}", flush=True)
+        if step % SAVE_EVERY:
+            continue
+        seconds = time.monotonic() - began
+        print(f"step {step}/{stage.steps}  loss {loss.item():.4f}  {seconds:.0f} s", flush=True)
+        part = state.with_suffix(".pt.part")
+        torch.save(
+            {
+                "step": step,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+                "short": short.state(),
+                "far": far.state(),
+                "random": rng.getstate(),
+            },
+            part,
+        )
+        os.replace(part, state)
     save(model, package, out)
-    print(f"trained in {time.monotonic() - began:.0f} s; {report(out, 340)}", flush=True)
+    print(f"{stage.name}: trained in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train the bundled model on this machine's CPU.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the stages' results and states"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="continue from this saved model")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    # torch.compile needs a C++ compiler; without one the same steps take half as long again.
-    compiled = any(shutil.which(name) for name in ("g++", "c++", "clang++"))
-    train(args.out, args.steps, args.seed, compiled, args.start)
+    args.work.mkdir(parents=True, exist_ok=True)
+    before = None
+    *stages, last = STAGES
+    for stage in stages:
+        result, part = args.work / stage.name, args.work / f"{stage.name}.part"
+        if not result.exists():
+            train(stage, args.seed, before, part, args.work / f"{stage.name}.pt")
+            part.rename(result)
+        before = result
+    train(last, args.seed, before, args.out, args.work / f"{last.name}.pt")
+    shutil.rmtree(args.work)
+    print(report(args.out, 430), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,10 @@ NODE_CLIENTS = (
     "openai", "@bufbuild/buf", "@bufbuild/protobuf", "@bufbuild/protoc-gen-es",
     "@connectrpc/connect", "@connectrpc/connect-web",
 )  # fmt: skip
+PYTHON_AGENTS = (
+    "langchain", "langchain-openai", "openai-agents", "pydantic-ai-slim[openai]", "instructor",
+)  # fmt: skip
+NODE_AGENTS = ("ai", "@ai-sdk/openai-compatible", "zod")
 TENANTS = ("openai", "node", "litellm", "llm", "grpcio")
 TIGHT = "12"
 """Requests a minute of each tenant: two at once, then one every five seconds."""
@@ -84,21 +88,40 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture(scope="session")
 def python_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bin folder of an environment with nothing but other people's clients."""
-    folder = tmp_path_factory.mktemp("venv")
+    return _python(tmp_path_factory, PYTHON_CLIENTS)
+
+
+@pytest.fixture(scope="session")
+def agent_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with libraries for agents, whose requirements are others."""
+    return _python(tmp_path_factory, PYTHON_AGENTS)
+
+
+def _python(folders: pytest.TempPathFactory, packages: Sequence[str]) -> Path:
+    folder = folders.mktemp("venv")
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
-    pip = (folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check")
-    install(*pip, *PYTHON_CLIENTS)
+    install(folder / "bin" / "pip", "install", "-q", "--disable-pip-version-check", *packages)
     return folder / "bin"
 
 
 @pytest.fixture(scope="session")
 def node_clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with node_modules."""
+    return _node(tmp_path_factory, NODE_CLIENTS)
+
+
+@pytest.fixture(scope="session")
+def node_agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the AI SDK."""
+    return _node(tmp_path_factory, NODE_AGENTS)
+
+
+def _node(folders: pytest.TempPathFactory, packages: Sequence[str]) -> Path:
     if not shutil.which("npm") or not shutil.which("node"):
         pytest.skip("needs node and npm")
-    folder = tmp_path_factory.mktemp("node")
+    folder = folders.mktemp("node")
     npm = ("npm", "install", "--prefix", folder, "--no-audit", "--no-fund", "--loglevel=error")
-    install(*npm, *NODE_CLIENTS)
+    install(*npm, *packages)
     return folder
 
 

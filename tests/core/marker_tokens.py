@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -15,7 +17,9 @@ _FILE = str(files("batonlm") / "models" / "baton-tiny" / "tokenizer.json")
 
 @cache
 def tokens(with_markers: bool) -> tuple[Tokenizer, LLTokenizer]:
-    tokenizer = Tokenizer.from_file(_FILE)
+    saved = json.loads(Path(_FILE).read_text("utf-8"))
+    saved["added_tokens"] = [t for t in saved["added_tokens"] if t["content"] not in MARKERS]
+    tokenizer = Tokenizer.from_str(json.dumps(saved))
     if with_markers:
         tokenizer.add_tokens(
             [AddedToken(m, special=m.startswith("["), normalized=False) for m in MARKERS]

@@ -1,4 +1,4 @@
-"""Tools with the bundled model, which has never seen one: what it calls is forced."""
+"""Tools that the bundled model was not made for: what it calls is forced."""
 
 from __future__ import annotations
 
