@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batonlm.core.request.request import ChatPrompt
 from tests.browser.conftest import Frontend
 from tests.browser.page import PATIENCE_S, Page
 
@@ -55,7 +56,9 @@ def test_conversations_are_kept_chosen_and_continued(
     page.ask("third")
     page.answered(2)
     assert titles(page) == ["first", "second"]
-    contents = [message.content for message in frontend.seen[-1].prompt.messages]  # type: ignore[union-attr]
+    prompt = frontend.seen[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    contents = [message.content for message in prompt.messages]
     assert contents[:2] == ["be brief", "first"] and contents[-1] == "third"
 
 
