@@ -43,7 +43,7 @@ OWNED = frozenset(
         *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
         *("tokenizers", "prefills", "decodes", "detokenizers", "routers"),
         *("model", "model_name", "vllm_tokenizer"),
-        *("machines", "ranks_listen", "ranks_token"),
+        *("machines", "ranks_listen", "ranks_token", "ray_address"),
     )
 )
 """Options that the chart sets from other values, or that have no use in a pod."""

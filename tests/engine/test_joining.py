@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from batonlm.core.errors import InvalidArgument
 from batonlm.engine.ranks import tcp
 from batonlm.engine.ranks.link import Link, LinkLost
+from batonlm.engine.ranks.machines import Order, RankMachines
 from batonlm.engine.ranks.tcp import Kind, LinkName, connect, gather, key_of
 
 TIME_S = 20.0
@@ -138,3 +140,34 @@ def test_a_link_joins_once(door: Door) -> None:
 def test_who_does_not_come_ends_the_waiting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(LinkLost):
         gather(listener, KEY, WANTED, 0.1, lambda name, connection: None)
+
+
+class GivesUp:
+    """A launcher that finds no machines."""
+
+    watched: Sequence[Link] = ()
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.closed = False
+
+    def start(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def check(self) -> None:
+        raise InvalidArgument("has no such machines", field="ray_address")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_launcher_that_finds_no_machines_ends_the_waiting() -> None:
+    launcher = GivesUp()
+    with pytest.raises(InvalidArgument, match="no such machines"):
+        RankMachines(
+            2, 1, stages=3, machines=3, listen=("127.0.0.1", 0), key=KEY, launcher=launcher
+        )
+    (order,) = launcher.orders
+    assert (order.machines, order.ranks_of_a_machine) == (3, 2)
+    assert order.leader[0] == "127.0.0.1" and order.leader[1]
+    assert launcher.closed

@@ -18,7 +18,7 @@ from batonlm.core.errors import Internal
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.ranks.link import SILENCE_S
-from batonlm.engine.ranks.machines import RankMachines
+from batonlm.engine.ranks.machines import Elsewhere, RankMachines
 from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.ranks.tcp import LOST_S, key_of
 from batonlm.engine.runner import TorchRunner
@@ -55,7 +55,13 @@ class Pair:
         self.there: Popen[bytes] = machine.start(f"{HERE}:{port}")
         try:
             self.ranks = RankMachines(
-                2, 1, stages=2, machines=2, listen=(HERE, port), key=key_of(TOKEN, "")
+                2,
+                1,
+                stages=2,
+                machines=2,
+                listen=(HERE, port),
+                key=key_of(TOKEN, ""),
+                launcher=Elsewhere(),
             )
             config = EngineConfig(str(folder), device="cpu", num_blocks=128, threads=1)
             self.runner = RankedRunner.open(self.ranks, config)
@@ -73,16 +79,18 @@ class Pair:
         assert not alive
 
 
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v3"])
 def test_tokens_and_kv_of_two_machines(
-    machine: SecondMachine, saved: Callable[[str], Path]
+    arch: str, machine: SecondMachine, saved: Callable[[str], Path]
 ) -> None:
+    """Of heads, which ranks share out, and of latents, which each rank of a stage has whole."""
     pair, one = (
-        Pair(saved("llama"), machine),
-        TorchRunner.load(EngineConfig(str(saved("llama")), device="cpu", num_blocks=64)),
+        Pair(saved(arch), machine),
+        TorchRunner.load(EngineConfig(str(saved(arch)), device="cpu", num_blocks=64)),
     )
     try:
         several, prompts = pair.runner, random_prompts((5, 33, 70), VOCAB)
-        wanted = expected("llama", prompts, 4)
+        wanted = expected(arch, prompts, 4)
         here, there = together(len(prompts), BLOCKS), scattered(len(prompts), BLOCKS)
         assert several.layout == one.layout
         assert generate(several, prompts, there, 4) == wanted
@@ -99,6 +107,8 @@ def test_tokens_and_kv_of_two_machines(
             if connection.status == psutil.CONN_LISTEN
         }
         assert listening == {HERE}
+        # The token is in the environment of the process that joins, and no rank needs it.
+        assert not any(name.startswith("BATON_") for rank in pair.all for name in rank.environ())
     finally:
         pair.close()
         one.close()

@@ -94,6 +94,7 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "decode.gpu.resource=nvidia.com/mig-3g.40gb",
         "decode.gpu.count is 2, of MIG slices",
     ),
+    ("decode.machines.rayAddress=head:6379", "decode.machines.rayAddress needs decode.machines"),
     ("prefill.gpu.dra.enabled=true", "prefill.gpu.dra.enabled needs prefill.gpu.count"),
     ("decode.hugepages.size=2Mi", "decode.hugepages.size and decode.hugepages.amount belong"),
     ("decode.rdma.enabled=true,kv.network=local", "decode.rdma.enabled contradicts kv.network"),

@@ -230,6 +230,20 @@ def test_the_other_pod_of_a_group_joins_its_leader() -> None:
         assert {name for name in joining if name.startswith("BATON_")} <= options
 
 
+def test_with_ray_a_pool_is_workers_whose_other_machines_are_rays() -> None:
+    sets = (*GPU_SETS, "decode.machines.rayAddress=head.ray:6379")
+    objects = render(*stack(TWO_NODES), sets=sets)
+    assert set(of_kind(objects, "LeaderWorkerSet")) == {"prefill"}
+    policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
+    names = {each["metadata"]["name"] for each in policies if "-ranks" in each["metadata"]["name"]}
+    assert names == {"try-baton-prefill-ranks"}
+    given = environment(pods(objects)["decode"])
+    assert given["BATON_RAY_ADDRESS"] == "head.ray:6379"
+    assert given["BATON_MACHINES"] == "2"
+    assert given["BATON_RANKS_LISTEN"] == "198.18.1.9:50053"
+    assert "BATON_RANKS_TOKEN" not in given
+
+
 def _may_reach(objects: Sequence[Json], source: Json, target: Json) -> bool:
     """Whether a policy lets pods with these labels in, at all ports."""
     return any(

@@ -31,7 +31,7 @@ from baton_loadtest.launch import call
 from baton_loadtest.report import Report, Result, at_most
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan
 from batonlm.engine.config import EngineConfig
-from batonlm.engine.ranks.machines import RankMachines
+from batonlm.engine.ranks.machines import Elsewhere, RankMachines
 from batonlm.engine.ranks.processes import RankProcesses
 from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.ranks.tcp import key_of
@@ -164,8 +164,9 @@ def _on_machines(tensor: int, stages: int, machines: int, ends: ExitStack) -> Ra
         # It ends with the runner, which is closed first.
         ends.callback(process.wait, DEADLINE_S)
     return RankMachines(
-        tensor, 1, stages=stages, machines=machines, listen=address, key=key_of(token, "")
-    )
+        tensor, 1, stages=stages, machines=machines, listen=address, key=key_of(token, ""),
+        launcher=Elsewhere(),
+    )  # fmt: skip
 
 
 def _empty_steps(runner: ModelRunner) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.engine.config import MIB, EngineConfig, configure_threads
-from batonlm.engine.ranks.machines import RankMachines
+from batonlm.engine.ranks.machines import Elsewhere, Launcher, RankMachines
 from batonlm.engine.ranks.processes import RankProcesses
 from batonlm.engine.ranks.runner import RankedRunner, Ranks
 from batonlm.engine.ranks.tcp import key_of
@@ -31,7 +32,8 @@ from batonlm.grammar.compiler import load_vocabulary
 from batonlm.rpc.address import split
 from batonlm.rpc.model_folder import special_tokens, tokenizer_digest
 from batonlm.rpc.server import PARENT_VARIABLE
-from batonlm.worker.options import DecodeConfig, WorkerOptions
+from batonlm.worker.options import LEADER_VARIABLE, DecodeConfig, WorkerOptions
+from batonlm.worker.placement import RayLauncher
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,6 @@ Loading = Callable[[int, int], None]
 
 OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
 """Opens a worker's runner, on the engine's thread. `open_runner` is the real one."""
-
-LEADER_VARIABLE = "LWS_LEADER_ADDRESS"
-"""Of a LeaderWorkerSet: the same in all pods of a group, another one in each group. Groups of other
-machines differ by their tokens."""
 
 _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
@@ -97,13 +95,19 @@ def _open_ranks(options: WorkerOptions, config: EngineConfig, progress: Loading)
     if options.machines == 1:
         ranks = RankProcesses(tensor, threads, stages=stages, spin=spin)
     else:
+        token, group = options.ranks_token, os.environ.get(LEADER_VARIABLE, "")
+        launcher: Launcher = Elsewhere()
+        if options.ray_address:
+            token, group = token or secrets.token_hex(32), ""
+            launcher = RayLauncher(options.ray_address, token, options.device)
         ranks = RankMachines(
             tensor,
             threads,
             stages=stages,
             machines=options.machines,
             listen=split(options.ranks_listen, "ranks_listen"),
-            key=key_of(options.ranks_token, os.environ.get(LEADER_VARIABLE, "")),
+            key=key_of(token, group),
+            launcher=launcher,
             spin=spin,
         )
     return RankedRunner.open(ranks, replace(config, threads=threads), progress)

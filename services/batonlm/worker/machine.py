@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.ranks.link import LinkLost
 from batonlm.engine.ranks.machines import Machine
-from batonlm.engine.ranks.tcp import key_of
+from batonlm.engine.ranks.tcp import Address, key_of
 from batonlm.rpc.address import split
 from batonlm.rpc.config import load, option
 from batonlm.rpc.logs import setup
-from batonlm.worker.engine import LEADER_VARIABLE
 from batonlm.worker.hardware import claim_for_ranks
-from batonlm.worker.options import check_token
+from batonlm.worker.options import LEADER_VARIABLE, check_token
 
 NUMBER_VARIABLE = "LWS_WORKER_INDEX"
 
@@ -67,6 +66,18 @@ class MachineConfig:
         return self.machine or int(os.environ[NUMBER_VARIABLE])
 
 
+def serve(leader: Address, number: int, key: bytes, device: str) -> None:
+    """Joins a worker as machine `number` and runs that machine's ranks until either ends. Raises
+    LinkLost when it cannot join, and InvalidArgument for GPUs that are not there."""
+    machine = Machine(leader, number, key)
+    claimed = claim_for_ranks(device, machine.size, len(machine.ranks))
+    try:
+        machine.serve()
+    finally:
+        if claimed is not None:
+            claimed.close()
+
+
 def main() -> int:
     config = load(MachineConfig, prog="baton-ranks")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -74,13 +85,7 @@ def main() -> int:
     setup("ranks", config.log_level, config.log_json)
     key = key_of(config.ranks_token, os.environ.get(LEADER_VARIABLE, ""))
     try:
-        machine = Machine(split(config.address, "leader"), config.number, key)
-        claimed = claim_for_ranks(config.device, machine.size, len(machine.ranks))
-        try:
-            machine.serve()
-        finally:
-            if claimed is not None:
-                claimed.close()
+        serve(split(config.address, "leader"), config.number, key, config.device)
     except LinkLost:
         print(f"error: leader: {config.address} cannot be joined", file=sys.stderr)
         return 3

@@ -16,6 +16,10 @@ MAX_WAITING = 1024
 """Most prompts that wait: bounds a queue of tiny ones, where the tokens that may wait do not."""
 
 
+LEADER_VARIABLE = "LWS_LEADER_ADDRESS"
+"""Of a LeaderWorkerSet: the same in all pods of a group, another one in each group. Groups of other
+machines differ by their tokens."""
+
 SHORTEST_TOKEN = 16
 
 
@@ -90,6 +94,11 @@ class WorkerOptions(ServingOptions):
         "", "secret that the machines of a group show each other, of 16 characters at least. Set "
         "it in the environment", secret=True,
     )  # fmt: skip
+    ray_address: str = option(
+        "", "the Ray cluster whose machines run the other ranks: auto, of which this one is a "
+        "node, or its head, of which this one becomes a node. Then ranks_token may be left out. "
+        "Empty: somebody else starts baton-ranks there", unit="host:port",
+    )  # fmt: skip
     exact: bool = option(True, "same tokens whatever runs beside them")
     quantize: str = option(
         "none",
@@ -158,6 +167,8 @@ class WorkerOptions(ServingOptions):
         other."""
         ServingOptions.__post_init__(self)
         if self.machines == 1:
+            if self.ray_address:
+                raise InvalidArgument("needs machines above 1", field="ray_address")
             return
         if self.pipeline_parallel % self.machines:
             raise InvalidArgument(
@@ -171,7 +182,8 @@ class WorkerOptions(ServingOptions):
                 "must be this machine's own address, on which the others reach it, and a port",
                 field="ranks_listen",
             )
-        check_token(self.ranks_token)
+        if self.ranks_token or not self.ray_address:
+            check_token(self.ranks_token)
 
     @property
     def queue_limit(self) -> QueueLimit:

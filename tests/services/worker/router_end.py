@@ -95,14 +95,16 @@ class RouterEnd:
             start.source.sender.CopyFrom(identity_to_proto(sender or self._sender))
         await self.say(start=start)
 
-    async def hand_over(self, key: SequenceKey, handover_id: bytes) -> None:
-        """Asks that a sequence be given to this very worker."""
+    async def hand_over(
+        self, key: SequenceKey, handover_id: bytes, receiver: WorkerIdentity | None = None
+    ) -> None:
+        """Asks that a sequence be handed over. receiver: None is this very worker."""
         wish = pb.HandOverSequence(
             request_id=key.request_id,
             attempt=key.attempt,
             choice=key.choice,
             handover_id=handover_id,
-            receiver_instance_id=self._decode.instance_id,
+            receiver_instance_id=(receiver or self._decode).instance_id,
         )
         await self.say(hand_over=wish)
 

@@ -3,6 +3,7 @@ transformers', and decode is sent what it lacks and nothing else."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.engine.driving import random_prompts
 from tests.engine.modes import attempt
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB, save_tiny_model
-from tests.services.worker.pair import new_id
+from tests.services.worker.pair import new_id, until
 from tests.services.worker.processes import Process, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
@@ -99,3 +100,46 @@ async def serve(
     started = end.started[one.key]
     assert started.received_bytes == POSITION_BYTES * (len(prompt) - started.cached_tokens)
     return int(started.cached_tokens)
+
+
+@pytest.mark.parametrize(
+    "leaving, taking", [pytest.param(TWO, ONE, id="2-1"), pytest.param(ONE, STAGED, id="1-4")]
+)
+async def test_running_sequences_move_to_another_degree(
+    leaving: tuple[str, ...], taking: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As when a decode worker drains: all KV of a running sequence moves, and nothing is computed
+    again."""
+    folder = save_tiny_model("llama", tmp_path / "m")
+    (prompt,) = random_prompts((70,), VOCAB)
+    length = 200
+    (wanted,) = expected("llama", [prompt], length)
+    sender, receiver = command("decode", 32, *leaving), command("decode", 48, *taking)
+    async with (
+        worker(sender[0], folder, *sender[1], **REAL) as old,
+        worker(receiver[0], folder, *receiver[1], **REAL) as new,
+    ):
+        here = RouterEnd(DecodeStub(old.channel), old.identity, old.identity)
+        there = RouterEnd(DecodeStub(new.channel), new.identity, old.identity)
+        await here.connect()
+        await there.connect()
+        # A stream that is too far ahead of what is confirmed waits, so it cannot end by itself.
+        one = attempt("moves", prompt, length)
+        await here.start(one, max_unconfirmed=20)
+        (key,) = one.keys()
+        await until(lambda: len(here.tokens[key]) >= 5)
+        handover_id = new_id()
+        await here.hand_over(key, handover_id, new.identity)
+        await until(lambda: key in here.migrated_out)
+        given, position = here.migrated_out[key]
+        assert given == handover_id and position is not None
+        output = here.tokens[key][:position]
+        assert output == wanted[:position]
+        moved = replace(one, attempt=1, token_ids=(*one.token_ids, *output[:-1]))
+        await there.start(moved, handover_id)
+        assert await there.ended(moved) == {0: wanted[moved.position :]}
+        started = there.started[moved.key]
+        assert started.received_bytes == POSITION_BYTES * len(moved.token_ids)
+        assert started.cached_tokens == 0
+        await here.break_off()
+        await there.break_off()

@@ -136,3 +136,26 @@ def test_the_fake_runner_has_one_rank() -> None:
             DisturbedDecodeConfig(model="m", tensor_parallel=2), lambda done, total: None
         )
     assert refused.value.field == "tensor_parallel"
+
+
+SPREAD: dict[str, Any] = {
+    "model": "m",
+    "pipeline_parallel": 2,
+    "machines": 2,
+    "ranks_listen": "10.0.0.1:50053",
+}
+
+
+def test_rays_machines_need_no_token_of_the_operators() -> None:
+    assert DecodeConfig(**SPREAD, ray_address="10.0.0.9:6379").ranks_token == ""
+    wrongs: list[dict[str, Any]] = [{}, {"ray_address": "auto", "ranks_token": "short"}]
+    for wrong in wrongs:
+        with pytest.raises(InvalidArgument, match="16 characters") as refused:
+            DecodeConfig(**SPREAD, **wrong)
+        assert refused.value.field == "ranks_token"
+
+
+def test_ray_has_nothing_to_place_for_one_machine() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        PrefillConfig(model="m", ray_address="auto")
+    assert refused.value.field == "ray_address"

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -82,11 +83,57 @@ class MachineMemory:
         out[:] = self.link.receive(STEP_S)
 
 
+class Order(msgspec.Struct, frozen=True):
+    """Which processes a launcher is to start: as machines 1 and up, each to join the leader."""
+
+    leader: Address
+    machines: int
+    """With the worker's own."""
+    ranks_of_a_machine: int
+    """Each on a GPU of its own, or on cores of its own."""
+
+
+class Launcher(Protocol):
+    """Starts `baton-ranks`, or what does the same, on a group's other machines.
+
+    Real: `Elsewhere`, and `batonlm.worker.placement.RayLauncher`.
+    """
+
+    @property
+    def watched(self) -> Sequence[Link]:
+        """For `link.watch`: one that ends says that a machine has."""
+
+    def start(self, order: Order) -> None:
+        """Does not wait for the machines. Called once, when the leader listens."""
+
+    def check(self) -> None:
+        """Raises InvalidArgument, naming a field, or Internal when the machines cannot come."""
+
+    def close(self) -> None:
+        """Ends what it has started. Idempotent."""
+
+
+class Elsewhere:
+    """The machines are started by somebody else: a LeaderWorkerSet, systemd, an operator."""
+
+    watched: Sequence[Link] = ()
+
+    def start(self, order: Order) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class RankMachines:
     """See `Ranks`. Waits for the other machines, up to JOIN_S.
 
     threads, spin: of each rank. listen: this machine's address for the others, where it waits for
-    them; nothing listens there any more once all have joined. Raises Internal when some have not.
+    them; nothing listens there any more once all have joined. launcher: taken over; `close` closes
+    it. Raises Internal when some have not joined, and what the launcher's `check` raises.
     """
 
     def __init__(
@@ -98,9 +145,11 @@ class RankMachines:
         machines: int,
         listen: Address,
         key: bytes,
+        launcher: Launcher,
         spin: bool = False,
     ):
         self.tensor, self.stages = tensor, stages
+        self._launcher = launcher
         self.far: list[MachineMemory] = []
         self._machine_watches: list[Link] = []
         self._links: dict[LinkName, Link] = {}
@@ -128,7 +177,8 @@ class RankMachines:
 
     @property
     def watched(self) -> Sequence[Link]:
-        return [*self._of(Kind.WATCH), *self._of(Kind.MACHINE_WATCH)]
+        machines = self._of(Kind.MACHINE_WATCH)
+        return [*self._of(Kind.WATCH), *machines, *self._launcher.watched]
 
     @property
     def pids(self) -> list[int]:
@@ -140,6 +190,7 @@ class RankMachines:
             link.close()
         if self._processes is not None:
             self._processes.close()
+        self._launcher.close()
 
     def _of(self, kind: Kind) -> list[Link]:
         return [self._links[name] for name in sorted(self._links) if name.kind == kind]
@@ -158,7 +209,10 @@ class RankMachines:
                     log.info("machine %d joined from %s", name.number, link.peer)
 
             others = range(1, group.machines)
-            gather(listener, key, [n for m in others for n in _names(group, m)], JOIN_S, joined)
+            names = [name for machine in others for name in _names(group, machine)]
+            leader = (host, listener.getsockname()[1])
+            self._launcher.start(Order(leader, group.machines, group.ranks_of_a_machine))
+            gather(listener, key, names, JOIN_S, joined, self._launcher.check)
             self.far = [
                 MachineMemory(self._links[LinkName(Kind.MACHINE, m)], group.ranks_of(m))
                 for m in others

@@ -172,7 +172,14 @@ class RankProcesses:
             link.close()
 
 
+def environment() -> dict[str, str]:
+    """This process's, without its options: processes that it starts take their own, and some of
+    these are secrets."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+
+
 def _environment(number: int) -> dict[str, str]:
     """number: of the rank among those of this machine."""
-    gpus = os.environ.get(VISIBLE, "").split(",")
-    return {**os.environ, VISIBLE: gpus[number]} if number < len(gpus) else dict(os.environ)
+    own = environment()
+    gpus = own.get(VISIBLE, "").split(",")
+    return {**own, VISIBLE: gpus[number]} if number < len(gpus) else own

@@ -77,10 +77,12 @@ def gather(
     wanted: Collection[LinkName],
     timeout_s: float,
     joined: Callable[[LinkName, socket.socket], None],
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Calls `joined` with the connection of each wanted link, once for each. Strangers are closed.
 
-    Raises LinkLost when some are missing after `timeout_s`.
+    Raises LinkLost when some are missing after `timeout_s`; and what `check` raises, which is
+    called every second.
     """
     missing = set(wanted)
     waiting: dict[int, _Caller] = {}
@@ -96,6 +98,7 @@ def gather(
 
     try:
         while missing:
+            check()
             now = monotonic()
             for fd in [fd for fd, caller in waiting.items() if now > caller.end]:
                 drop(fd).socket.close()

@@ -86,8 +86,11 @@
 {{- if mod $stages $machines -}}
 {{- fail (printf "%s.machines.count is %d, but %s.config.pipeline_parallel is %d: machines share out stages, and each has as many." .component $machines .component $stages) -}}
 {{- end -}}
-{{- if and (gt $machines 1) (not $c.machines.tokenSecret) -}}
-{{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more." .component $machines .component) -}}
+{{- if and $c.machines.rayAddress (eq $machines 1) -}}
+{{- fail (printf "%s.machines.rayAddress needs %s.machines.count above 1: Ray places the other machines of a worker." .component .component) -}}
+{{- end -}}
+{{- if and (gt $machines 1) (not $c.machines.tokenSecret) (not $c.machines.rayAddress) -}}
+{{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more; or %s.machines.rayAddress." .component $machines .component .component) -}}
 {{- end -}}
 {{- $ranks := div (mul ($c.config.tensor_parallel | default 1) $stages) $machines | int -}}
 {{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}

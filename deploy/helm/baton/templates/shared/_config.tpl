@@ -56,9 +56,12 @@ allow_anonymous: true
 {{- if include "baton.isEngine" . }}
 kv_network: {{ include "baton.kvNetwork" .root }}
 {{- end }}
-{{- if include "baton.isGroup" . }}
+{{- if include "baton.isSpread" . }}
 machines: {{ int (index .root.Values .component).machines.count }}
 ranks_listen: {{ if eq $v.network.ipFamily "IPv6" }}"[$(POD_IP)]:{{ include "baton.ranksPort" . }}"{{ else }}"$(POD_IP):{{ include "baton.ranksPort" . }}"{{ end }}
+{{- with (index .root.Values .component).machines.rayAddress }}
+ray_address: {{ . | quote }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

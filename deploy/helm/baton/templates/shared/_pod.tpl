@@ -95,7 +95,7 @@ livenessProbe:
   containerPort: 50052
 - name: metrics
   containerPort: 9090
-{{- if include "baton.isGroup" . }}
+{{- if include "baton.isSpread" . }}
 - name: ranks
   containerPort: {{ include "baton.ranksPort" . }}
 {{- end }}
@@ -207,9 +207,14 @@ livenessProbe:
 {{ .component }}{{ if .ranks }}-ranks{{ end }}
 {{- end }}
 
-{{/* Whether a component's workers are groups of pods. */}}
-{{- define "baton.isGroup" -}}
+{{/* Whether a component's workers are on several machines each. */}}
+{{- define "baton.isSpread" -}}
 {{- if and (include "baton.isEngine" .) (gt (int (index .root.Values .component).machines.count) 1) }}true{{ end }}
+{{- end }}
+
+{{/* Whether these are groups of pods, and not a pod and machines of a Ray cluster. */}}
+{{- define "baton.isGroup" -}}
+{{- if and (include "baton.isSpread" .) (not (index .root.Values .component).machines.rayAddress) }}true{{ end }}
 {{- end }}
 
 {{- define "baton.ranksPort" -}}
