@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -15,9 +13,8 @@ from batonlm.engine.graphs import refusing_host_waits
 from batonlm.engine.linear import FP8, PackedLinear, swap
 from batonlm.engine.quantized import fits, quantize_rows_fp8, settle
 from batonlm.engine.runner import TorchRunner
+from tests.engine.bundled import BUNDLED, conversation
 from tests.engine.driving import GREEDY
-
-BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 
 
 def rows(count: int, size: int, seed: int) -> torch.Tensor:
@@ -98,7 +95,7 @@ def test_a_trained_model_hardly_notices() -> None:
     plain, small = load("none"), load("fp8")
     assert small.model.digest == f"{plain.model.digest}-fp8"
     assert "fp8" in small.not_exact_because
-    text = list(BUNDLED.joinpath("config.json").read_bytes()[:160])
+    text = conversation(160)
     same, distances = 0, []
     for end in range(8, len(text), 8):
         row = (SampleRow(0, 0, 0, GREEDY),)

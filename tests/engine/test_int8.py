@@ -21,11 +21,11 @@ from batonlm.engine.linear import INT8, swap
 from batonlm.engine.loader import run_network
 from batonlm.engine.quantized import fewest_rows, fits, quantize_rows, settle
 from batonlm.engine.runner import TorchRunner
+from tests.engine.bundled import BUNDLED, conversation
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.machine import needs_int8
 from tests.engine.tiny_models import VOCAB, build
 
-BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 NEW = 12
 CPU = torch.device("cpu")
 
@@ -151,7 +151,7 @@ def test_bits_do_not_depend_on_chunks_or_neighbours(
 def test_a_trained_model_hardly_notices() -> None:
     """On random weights int8 decides nothing: on trained ones its error is two percent."""
     plain, small = load(BUNDLED, "none"), load(BUNDLED)
-    text = list(BUNDLED.joinpath("config.json").read_bytes()[:160])
+    text = conversation(160)
     distances, same = [], 0
     for end in range(16, len(text), 24):
         one, other = _runner_logits(plain, text[:end]), _runner_logits(small, text[:end])

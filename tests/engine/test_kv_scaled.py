@@ -24,12 +24,12 @@ from batonlm.engine.kv.cache import DTYPES, Parts, as_tensor, parts_of, recoded
 from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.runner import TorchRunner
 from gpucheck.definition import attention
+from tests.engine.bundled import BUNDLED, conversation
 from tests.engine.driving import GREEDY, random_prompts
 from tests.engine.local_ranks import LocalRanks
 from tests.engine.modes import Heard, asked, attempt, decode_loop, hand_over, run, run_out
 from tests.engine.tiny_models import VOCAB
 
-BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 NEW_TOKENS = 32
 PROMPTS = random_prompts((5, 33, 64, 75, 90, 100), VOCAB)
 
@@ -194,8 +194,8 @@ def test_codes_and_scales_travel(runner: TorchRunner) -> None:
 
 @pytest.mark.parametrize(("narrow_name", "limit"), [("int8", 0.001), ("fp8", 0.01)])
 def test_a_trained_model_hardly_notices(narrow_name: str, limit: float) -> None:
-    """The bundled model over its own configuration, byte by byte."""
-    text = list(BUNDLED.joinpath("config.json").read_bytes()[:320])
+    """The bundled model over a conversation of the kind that it was trained on."""
+    text = conversation(200)
     logprobs = []
     for kept in ("auto", narrow_name):
         opened = TorchRunner.load(EngineConfig(str(BUNDLED), num_blocks=40, kv_cache_dtype=kept))
