@@ -12,11 +12,11 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.engine.ranks import tcp
 from batonlm.engine.ranks.link import Link, LinkLost
 from batonlm.engine.ranks.machines import Order, RankMachines
-from batonlm.engine.ranks.tcp import Kind, LinkName, connect, gather, key_of
+from batonlm.engine.ranks.tcp import LinkKind, LinkName, connect, gather, key_of
 
 TIME_S = 20.0
 KEY = key_of("the token of this group", "group-0")
-WANTED = [LinkName(Kind.MACHINE, 1), LinkName(Kind.STEPS, 2)]
+WANTED = [LinkName(LinkKind.MACHINE, 1), LinkName(LinkKind.STEPS, 2)]
 
 
 class Door:

@@ -14,7 +14,14 @@ import pytest
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.ranks.link import Link
-from batonlm.engine.ranks.runner import Answer, FarMemory, Loading, RankedRunner, Refused, encode
+from batonlm.engine.ranks.runner import (
+    Answer,
+    FarMemory,
+    Loading,
+    RankedRunner,
+    RankRefused,
+    encode,
+)
 
 TIME_S = 20.0
 
@@ -51,7 +58,7 @@ def held() -> Iterator[HeldRanks]:
 
 def test_a_refusal_is_raised_while_another_rank_that_loads_is_silent(held: HeldRanks) -> None:
     """Rank 1 has read its weights and waits for rank 0, which was slower and failed."""
-    held.say(0, Loading(1, 9), Loading(2, 9), Refused("no room", "kv_memory_bytes"))
+    held.say(0, Loading(1, 9), Loading(2, 9), RankRefused("no room", "kv_memory_bytes"))
     held.say(1, Loading(9, 9))
     with pytest.raises(InvalidArgument, match="no room"):
         RankedRunner.open(held, EngineConfig("m", threads=1))
@@ -77,7 +84,7 @@ def test_a_death_is_raised_while_another_rank_that_loads_is_silent(held: HeldRan
 def test_progress_is_that_of_the_slowest_rank(held: HeldRanks) -> None:
     told: list[tuple[int, int]] = []
     held.say(0, Loading(5, 9))
-    held.say(1, Loading(3, 9), Loading(8, 9), Refused("enough"))
+    held.say(1, Loading(3, 9), Loading(8, 9), RankRefused("enough"))
     with pytest.raises(Internal, match="enough"):
         RankedRunner.open(
             held, EngineConfig("m", threads=1), lambda done, total: told.append((done, total))

@@ -449,7 +449,7 @@ def _read_mxfp4(whole: str, stored: Mapping[str, Slice]) -> Numbers:
     halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     codes = numbers[halves.int()]
     exponents = stored[f"{whole}_scales"][...].int() - _E8M0_BIAS - 1
-    scales = torch.ldexp(torch.ones(()), exponents)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
     return Numbers(codes, scales, group=32, transposed=True)
 
 

@@ -41,7 +41,7 @@ from batonlm.router.request.texts import PROMPT_TAIL
 from batonlm.tokenizer.encoder import Encoded, Encoder
 
 
-class Choice:
+class RunningChoice:
     """One choice of a request: its tokens and its text."""
 
     def __init__(self, log: TokenLog, text: StreamedText, *, eager: bool) -> None:
@@ -166,7 +166,7 @@ class Job:
 
     def _choice(
         self, choice: int, own: Attempt, answers: Answers | None, vocabulary: Vocabulary
-    ) -> Choice:
+    ) -> RunningChoice:
         request = self.request
         options = DetokenizeOptions(
             stop_strings=request.stop_strings,
@@ -181,7 +181,7 @@ class Job:
         if not own.stop.max_tokens:
             log.finish_reason = FinishReason.LENGTH
         eager = answers is not None or bool(request.stop_strings)
-        return Choice(log, StreamedText(vocabulary, options), eager=eager)
+        return RunningChoice(log, StreamedText(vocabulary, options), eager=eager)
 
     def answer(self, model_name: str, vocabulary: Vocabulary, encoder: Encoder) -> Answer:
         """The answer, once the job has ended well."""

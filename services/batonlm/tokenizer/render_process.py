@@ -19,7 +19,7 @@ from jinja2 import TemplateSyntaxError
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.validation import wrong
 from batonlm.tokenizer.chat import ChatTemplate, Sandbox, not_accepted
-from batonlm.tokenizer.renderers import OUT_OF_MEMORY, Job, Reply, Setup
+from batonlm.tokenizer.renderers import OUT_OF_MEMORY, RenderJob, Reply, Setup
 
 _HARD_CPU = 2.0
 _HARD_CPU_S = 0.2
@@ -28,7 +28,7 @@ _HARD_CPU_S = 0.2
 
 def main(cpu_s: str, max_characters: str, memory_bytes: str) -> None:
     sandbox = Sandbox()
-    decoder = msgspec.json.Decoder(Job)
+    decoder = msgspec.json.Decoder(RenderJob)
     encoder = msgspec.json.Encoder()
     _limit(int(memory_bytes))
     answers, sys.stdout = sys.stdout.buffer, sys.stderr

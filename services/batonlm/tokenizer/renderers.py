@@ -114,7 +114,7 @@ class Setup(msgspec.Struct, frozen=True):
     """Whether `own` is computed even when the client's texts contain none of the spellings."""
 
 
-class Job(msgspec.Struct):
+class RenderJob(msgspec.Struct):
     """One line to a process."""
 
     setup: Setup | None
@@ -177,7 +177,7 @@ class Renderers:
     def _ask(self, setup: Setup, chat: ChatPrompt | None) -> Reply:
         renderer = self._free()
         known, renderer.setup = renderer.setup, setup
-        line = _encode(Job(None if known is setup else setup, chat)) + b"\n"
+        line = _encode(RenderJob(None if known is setup else setup, chat)) + b"\n"
         answer = renderer.child.ask(line, _SLACK_S + _CLOCK_PER_CPU * self.cpu_s)
         if answer is None:
             raise _said_by(renderer.child)

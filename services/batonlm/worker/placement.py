@@ -46,7 +46,7 @@ WARN_S = 15.0
 """How long machines may be missing before the log says so, once."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True):
     """What the driver's process is to start."""
 
     address: str
@@ -58,7 +58,7 @@ class Request(msgspec.Struct, frozen=True):
     """cpu or cuda."""
 
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
+class PlacedMachines(msgspec.Struct, frozen=True, tag=True):
     """The actors run."""
 
     nodes: tuple[str, ...]
@@ -76,8 +76,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_request = msgspec.msgpack.Decoder(Request).decode
-_answer: msgspec.msgpack.Decoder[Placed | Failed] = msgspec.msgpack.Decoder(Placed | Failed)
+_request = msgspec.msgpack.Decoder(PlacementRequest).decode
+_answer: msgspec.msgpack.Decoder[PlacedMachines | Failed] = msgspec.msgpack.Decoder(
+    PlacedMachines | Failed
+)
 
 
 class RayLauncher:
@@ -87,7 +89,7 @@ class RayLauncher:
     def __init__(self, address: str, token: str, device: str):
         self._address, self._token, self._device = address, token, device
         self.watched: list[Link] = []
-        self.placed: Placed | None = None
+        self.placed: PlacedMachines | None = None
         self._answers: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -111,7 +113,7 @@ class RayLauncher:
             for end in theirs:
                 end.close()
         with suppress(LinkLost):
-            request = Request(self._address, order, self._token, self._device)
+            request = PlacementRequest(self._address, order, self._token, self._device)
             self._answers.send(_encode(request), STEP_S)
 
     @property
@@ -127,7 +129,7 @@ class RayLauncher:
             answer = _answer.decode(link.receive(STEP_S))
         except LinkLost:
             raise Internal("Ray's driver has ended") from None
-        if isinstance(answer, Placed):
+        if isinstance(answer, PlacedMachines):
             self.placed = answer
             log.info("Ray has placed this worker's other machines on %s", ", ".join(answer.nodes))
         elif answer.field:
@@ -186,7 +188,7 @@ def main() -> None:
     os._exit(1)
 
 
-def _run(request: Request, answers: Link, ended: threading.Event) -> Failed:
+def _run(request: PlacementRequest, answers: Link, ended: threading.Event) -> Failed:
     """Until a machine has ended, or the worker has. Says why."""
     try:
         import ray
@@ -213,7 +215,7 @@ def _run(request: Request, answers: Link, ended: threading.Event) -> Failed:
         actors = _actors(request, group)
         places: Sequence[tuple[str, int]] = ray.get([each.where.remote() for each in actors])
         nodes, pids = zip(*places, strict=True)
-        answers.send(_encode(Placed(nodes, pids)), STEP_S)
+        answers.send(_encode(PlacedMachines(nodes, pids)), STEP_S)
         order = request.order
         running = [
             each.run.remote(order.leader, number, request.token, request.device)
@@ -247,7 +249,7 @@ main()
 """
 
 
-def _start_node(request: Request) -> subprocess.Popen[bytes]:
+def _start_node(request: PlacementRequest) -> subprocess.Popen[bytes]:
     """Makes this machine a node of the cluster, on which nothing can be placed, until the driver
     ends."""
     flags = {
@@ -269,7 +271,7 @@ def _start_node(request: Request) -> subprocess.Popen[bytes]:
     )
 
 
-def _placement_group(request: Request) -> Any:
+def _placement_group(request: PlacementRequest) -> Any:
     """A bundle for each machine, no two on one node. That of the worker's own takes nothing but
     its place: the worker has its GPUs already."""
     from ray import util
@@ -280,7 +282,7 @@ def _placement_group(request: Request) -> Any:
     return util.placement_group(bundles, strategy="STRICT_SPREAD")
 
 
-def _share(request: Request) -> dict[str, float]:
+def _share(request: PlacementRequest) -> dict[str, float]:
     kind = "CPU" if request.device == "cpu" else "GPU"
     return {kind: float(request.order.ranks_of_a_machine)}
 
@@ -297,7 +299,7 @@ def _is_placed(group: Any, ended: threading.Event) -> bool:
     return False
 
 
-def _actors(request: Request, group: Any) -> list[Any]:
+def _actors(request: PlacementRequest, group: Any) -> list[Any]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

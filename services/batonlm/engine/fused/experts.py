@@ -28,7 +28,7 @@ from batonlm.engine.quantized import fits, quantize_rows_fp8
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class ExpertTile:
     """What a program of `_multiply` computes."""
 
     rows: int
@@ -44,17 +44,17 @@ class Tile:
 
 # 16 rows are the fewest that a matrix unit takes, and 64 the fewest of Hopper's wide one. Exact
 # float32 products run on no matrix unit, and want registers for both operands.
-_FEW = Tile(16, 64, 128, 4, 4)
-_MANY = Tile(64, 128, 64, 4, 3)
-_FEW_WIDE = Tile(16, 32, 32, 4, 2)
-_MANY_WIDE = Tile(64, 32, 32, 4, 2)
+_FEW = ExpertTile(16, 64, 128, 4, 4)
+_MANY = ExpertTile(64, 128, 64, 4, 3)
+_FEW_WIDE = ExpertTile(16, 32, 32, 4, 2)
+_MANY_WIDE = ExpertTile(64, 32, 32, 4, 2)
 PAIRS = 1024
 """Pairs that a program of `_sort` looks at together."""
 ELEMENTS = 1024
 """Elements of a row that a program computes where rows are only combined."""
 
 
-def tile_for(pairs: int, experts: int, item_bytes: int, *, exact: bool) -> Tile:
+def tile_for(pairs: int, experts: int, item_bytes: int, *, exact: bool) -> ExpertTile:
     """The tile for so many pairs, by how many an expert has on average; one for all when exact."""
     few, many = (_FEW, _MANY) if item_bytes < 4 else (_FEW_WIDE, _MANY_WIDE)
     return few if exact or pairs <= few.rows * experts else many

@@ -25,7 +25,7 @@ from batonlm.engine.ranks.link import MAX_MESSAGE_BYTES, Link, LinkLost, watch
 from batonlm.engine.ranks.processes import GroupArguments, Processes, StoreArguments
 from batonlm.engine.ranks.runner import STEP_S
 from batonlm.engine.ranks.shared import Scratch, SharedPlace
-from batonlm.engine.ranks.tcp import RANK_KINDS, Address, Kind, LinkName, connect, gather
+from batonlm.engine.ranks.tcp import RANK_KINDS, Address, LinkKind, LinkName, connect, gather
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class Get(msgspec.Struct, frozen=True, tag=True):
     size: int
 
 
-class Held(msgspec.Struct, frozen=True, tag=True):
+class MemoryHeld(msgspec.Struct, frozen=True, tag=True):
     place: SharedPlace
     """Of the whole payload."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _shape = msgspec.msgpack.Decoder(Shape).decode
-_held = msgspec.msgpack.Decoder(Held).decode
+_held = msgspec.msgpack.Decoder(MemoryHeld).decode
 _order: msgspec.msgpack.Decoder[Put | Get] = msgspec.msgpack.Decoder(Put | Get)
 
 
@@ -169,16 +169,16 @@ class RankMachines:
 
     @property
     def steps(self) -> Sequence[Link]:
-        return self._of(Kind.STEPS)
+        return self._of(LinkKind.STEPS)
 
     @property
     def copies(self) -> Sequence[Link]:
-        return self._of(Kind.COPIES)
+        return self._of(LinkKind.COPIES)
 
     @property
     def watched(self) -> Sequence[Link]:
-        machines = self._of(Kind.MACHINE_WATCH)
-        return [*self._of(Kind.WATCH), *machines, *self._launcher.watched]
+        machines = self._of(LinkKind.MACHINE_WATCH)
+        return [*self._of(LinkKind.WATCH), *machines, *self._launcher.watched]
 
     @property
     def pids(self) -> list[int]:
@@ -192,7 +192,7 @@ class RankMachines:
             self._processes.close()
         self._launcher.close()
 
-    def _of(self, kind: Kind) -> list[Link]:
+    def _of(self, kind: LinkKind) -> list[Link]:
         return [self._links[name] for name in sorted(self._links) if name.kind == kind]
 
     def _gather(
@@ -204,7 +204,7 @@ class RankMachines:
 
             def joined(name: LinkName, connection: socket.socket) -> None:
                 link = self._links[name] = Link(connection)
-                if name.kind == Kind.MACHINE:
+                if name.kind == LinkKind.MACHINE:
                     link.send(shape, STEP_S)
                     log.info("machine %d joined from %s", name.number, link.peer)
 
@@ -214,7 +214,7 @@ class RankMachines:
             self._launcher.start(Order(leader, group.machines, group.ranks_of_a_machine))
             gather(listener, key, names, JOIN_S, joined, self._launcher.check)
             self.far = [
-                MachineMemory(self._links[LinkName(Kind.MACHINE, m)], group.ranks_of(m))
+                MachineMemory(self._links[LinkName(LinkKind.MACHINE, m)], group.ranks_of(m))
                 for m in others
             ]
             place = StoreArguments(store.fileno(), host, store.getsockname()[1], host)
@@ -236,10 +236,10 @@ class Machine:
     def __init__(self, leader: Address, number: int, key: bytes):
         self._connect = partial(connect, leader, key)
         self._number = number
-        self._memory = Link(self._connect(LinkName(Kind.MACHINE, number), JOIN_S))
+        self._memory = Link(self._connect(LinkName(LinkKind.MACHINE, number), JOIN_S))
         try:
             self._shape = _shape(self._memory.receive(STEP_S))
-            self._watched = Link(self._connect(LinkName(Kind.MACHINE_WATCH, number), JOIN_S))
+            self._watched = Link(self._connect(LinkName(LinkKind.MACHINE_WATCH, number), JOIN_S))
         except BaseException:
             self._memory.close()
             raise
@@ -285,7 +285,7 @@ class Machine:
                             raise Internal("a payload does not fit its memory")
                         place, room = scratch.room(total_bytes)
                         room[offset : offset + len(data)] = data
-                        self._memory.send(_encode(Held(place)), STEP_S)
+                        self._memory.send(_encode(MemoryHeld(place)), STEP_S)
                     case Get(offset, size):
                         self._memory.send(bytes(room[offset : offset + size]), STEP_S)
         finally:
@@ -295,7 +295,7 @@ class Machine:
 
 def _names(group: GroupArguments, machine: int) -> list[LinkName]:
     """Of a machine's links and its ranks'."""
-    own = [LinkName(kind, machine) for kind in (Kind.MACHINE, Kind.MACHINE_WATCH)]
+    own = [LinkName(kind, machine) for kind in (LinkKind.MACHINE, LinkKind.MACHINE_WATCH)]
     return own + [LinkName(kind, rank) for rank in group.ranks_of(machine) for kind in RANK_KINDS]
 
 

@@ -35,7 +35,7 @@ from batonlm.engine.ranks.runner import (
     Open,
     Opened,
     Place,
-    Refused,
+    RankRefused,
     Request,
     Step,
     Stepped,
@@ -132,14 +132,14 @@ class Rank:
             with torch.inference_mode():
                 return self._do(request, tell)
         except InvalidArgument as error:
-            return Refused(error.message, error.field or FIELD)
+            return RankRefused(error.message, error.field or FIELD)
         except BatonError as error:
-            return Refused(error.message)
+            return RankRefused(error.message)
         except LinkLost:
             raise
         except Exception:
             log.exception("rank %d failed", self._place.rank)
-            return Refused(f"rank {self._place.rank} failed")
+            return RankRefused(f"rank {self._place.rank} failed")
 
     def _do(self, request: Request, tell: Callable[[Answer], None]) -> Answer:
         match request:

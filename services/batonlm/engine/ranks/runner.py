@@ -145,14 +145,14 @@ class Transferred(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
     field: str = ""
     """Of the configuration, or "" for a fault that is not the operator's."""
 
 
 Request = Open | Step | Transfer
-Answer = Loading | Opened | Stepped | Transferred | Refused
+Answer = Loading | Opened | Stepped | Transferred | RankRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -478,7 +478,7 @@ def _answers_of(links: Sequence[Link], timeout_s: float) -> list[tuple[int, Answ
 def _accepted(rank: int, data: bytes) -> Answer:
     """A rank's answer. Raises InvalidArgument or Internal for a refusal."""
     answer = _to_answer(data)
-    if isinstance(answer, Refused):
+    if isinstance(answer, RankRefused):
         log.error("rank %d refused: %s", rank, answer.message)
         if answer.field:
             raise InvalidArgument(answer.message, field=answer.field)

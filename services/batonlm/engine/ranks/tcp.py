@@ -44,7 +44,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 
-class Kind(IntEnum):
+class LinkKind(IntEnum):
     """What a link is for."""
 
     MACHINE = 0
@@ -55,12 +55,12 @@ class Kind(IntEnum):
     WATCH = 4
 
 
-RANK_KINDS = (Kind.STEPS, Kind.COPIES, Kind.WATCH)
+RANK_KINDS = (LinkKind.STEPS, LinkKind.COPIES, LinkKind.WATCH)
 """The links of each rank, in the order in which its process takes them."""
 
 
 class LinkName(NamedTuple):
-    kind: Kind
+    kind: LinkKind
     number: int
     """Of the rank, or of the machine."""
 
@@ -162,7 +162,7 @@ class _Caller:
                 raise LinkLost
             kind, number = _NAME.unpack(name)
             self.socket.send(_mac(self._key, b"joined", nonce, self._nonce, name))
-            return LinkName(Kind(kind), number)
+            return LinkName(LinkKind(kind), number)
         except BlockingIOError:
             return None
         except (OSError, ValueError) as error:
