@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batonlm.rpc.server import Startup, process_age_s
+import pytest
+
+from batonlm.rpc.server import PARENT_VARIABLE, Startup, process_age_s
 
 
 class Clock:
@@ -38,6 +40,16 @@ def test_only_the_first_time_counts() -> None:
     startup.weights(1, 2)
     startup.ready()
     assert (startup.ready_s, startup.words, startup.progress) == (0.0, "ready", 1.0)
+
+
+def test_a_supervisor_reads_each_part_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PARENT_VARIABLE, "1")
+    startup = Startup(Clock(), age_s=0.0)
+    for done in (50, 100, 100):
+        startup.weights(done, 100)
+    assert capsys.readouterr().out.splitlines() == ['{"part": "weights"}', '{"part": "check"}']
 
 
 def test_a_process_has_an_age() -> None:

@@ -141,7 +141,10 @@ class Startup:
             print(json.dumps({"part": part}), flush=True)
 
     def weights(self, done: int, total: int) -> None:
-        """Sets how many bytes of the weights are loaded. After the last of them CHECK begins."""
+        """Sets how many bytes of the weights are loaded. After the last of them CHECK begins, once:
+        a reader may report its end again."""
+        if done >= total and self.part == CHECK:
+            return
         self.enter(WEIGHTS)
         self._done, self._total = done, total
         if done >= total:
