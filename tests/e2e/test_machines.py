@@ -73,7 +73,7 @@ class Spread(Relay):
             environment=environment,
         )
         ends.callback(_end, process)
-        self.own = {"metrics": f"http://{said['http']}/metrics"}
+        self.own = {"pid": process.pid, "metrics": f"http://{said['http']}/metrics"}
         channel = ends.enter_context(grpc.insecure_channel(said["grpc"]))
         self.own_stub = inference_pb2_grpc.InferenceStub(channel)
         eventually(self.all_serve, START_S, "all workers serve")

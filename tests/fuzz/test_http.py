@@ -78,6 +78,7 @@ def check(answer: Answer) -> None:
     for name, value in answer.headers:
         oracle.check_text(f"{name}: {value}")
     if answer.status >= 400 and answer.body:
-        error = json.loads(answer.body)["error"]
+        body = json.loads(answer.body)
+        error = body.get("error", body)  # Connect's errors are not within another object.
         assert error["message"]
         oracle.check_text(error["message"])

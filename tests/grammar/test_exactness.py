@@ -27,7 +27,7 @@ from tests.grammar.answering import (
 SCHEMA = Grammar(
     GrammarKind.JSON_SCHEMA,
     '{"type":"object","properties":{"title":{"type":"string","maxLength":30},"sizes":{"type":'
-    '"array","items":{"type":"integer"},"minItems":3,"maxItems":6},"on":{"type":"boolean"}},'
+    '"array","items":{"type":"integer","minimum":0,"maximum":999},"minItems":3,"maxItems":6},"on":{"type":"boolean"}},'
     '"required":["title","sizes","on"],"additionalProperties":false}',
 )
 TOKENS = 120
