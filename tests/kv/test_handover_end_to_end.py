@@ -39,8 +39,7 @@ async def test_kv_and_token_arrive(transport: str, num_positions: int) -> None:
         assert (await offer.wait()).label == "completed"
         assert offer.granted is True
         assert world.receiver.stats.outcomes == world.sender.stats.outcomes == {"completed": 1}
-        link = world.receiver.stats.link
-        assert link.bytes_per_s > 0 and link.handover_s > 0
+        assert world.receiver.stats.link.bytes_per_s > 0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

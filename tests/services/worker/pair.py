@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from batonlm.cli.ports import free_ports
 from batonlm.core.handover.table import LIMITS, State, StateLimit
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt, SequenceKey
@@ -363,5 +363,6 @@ async def _serve(
 
 
 def _free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return f"127.0.0.1:{held.getsockname()[1]}"
+    """Of a port that the system gives to nobody before the server listens."""
+    (port,) = free_ports(1)
+    return f"127.0.0.1:{port}"
