@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from batonlm.core.errors import HandoverFailed, NotFound
+from batonlm.core.errors import HandoverFailed
 from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.events import AttemptFailed, Event, Held, NewTokens
@@ -48,15 +48,11 @@ def test_it_stops_when_what_was_launched_is_told(depth: int) -> None:
     assert stopped.num_positions == 10 + len(output) - 1
     assert loop.step(0.0) == [], "nothing more of it is computed"
     payload = bytearray(stopped.num_positions * loop.runner.layout.bytes_per_position)
-    loop.runner.pack(
-        loop.scheduler.held_extents(KEY), 0, stopped.num_positions, memoryview(payload)
-    )
+    loop.runner.pack(stopped.extents, 0, stopped.num_positions, memoryview(payload))
     loop.scheduler.cancel(one.key)
     loop.idle_check()
     assert not loop.scheduler.has_work
     assert loop.scheduler.load.free_blocks == 64
-    with pytest.raises(NotFound):
-        loop.scheduler.held_extents(KEY)
     # Elsewhere it goes on as if nothing had been.
     other = decode_loop()
     rest = replace(one, attempt=1, token_ids=(*one.token_ids, *output[:-1]))

@@ -183,7 +183,7 @@ class DecodeMachine(StepMachine):
         count = held.num_positions - position
         payload = bytearray(count * runner.layout.bytes_per_position)
         if count:
-            runner.pack(scheduler.held_extents(key), position, count, memoryview(payload))
+            runner.pack(held.extents, position, count, memoryview(payload))
             runner.unpack(scheduler.extents(next_one.key), position, count, memoryview(payload))
         (replacement,) = next_one.keys()
         self.outputs.tokens[replacement] = self.outputs.tokens[key][:-1]

@@ -88,6 +88,10 @@ class DecodeAttempt:
     """The task that owns the attempt until the scheduler does."""
     migrations: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The tasks that migrate choices to other workers, by choice."""
+    packing: int = 0
+    """How many copies of its KV run."""
+    over: list[tuple[int, ...]] = field(default_factory=list)
+    """The arguments of `_free` that wait for these copies."""
 
     @property
     def trace_id(self) -> str:
@@ -109,8 +113,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     A choice that migrates is held until its hand-over has ended: tokens of steps in flight still
     count, and no more steps are launched for it. Then all its KV is offered at once, with its
-    newest token, which has no KV yet. Afterwards the sequence is freed in any case: packing that is
-    queued runs before that, and later packing finds no sequence.
+    newest token, which has no KV yet. It is packed beside the steps of the other sequences.
+    Afterwards the sequence is freed in any case, as soon as no copy of its KV runs.
     """
 
     role = "decode"
@@ -203,7 +207,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if not running.choices:
             self._end(running, Cancelled("cancelled"))
         elif ended:
-            self._free(key, *ended)
+            self._free(running, *ended)
 
     def hand_over(
         self,
@@ -385,7 +389,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
             about = named(key.request_id, running.trace_id)
             log.exception("a sequence could not be handed over", extra=about)
             error = Internal("the decode worker could not hand over")
-        self._free(whole, key.choice)
+        self._free(running, key.choice)
         if error is not None:
             self._failed(whole, (key.choice,), error)
         else:
@@ -421,11 +425,19 @@ class DecodeService(AttemptService[DecodeAttempt]):
         key = held.key
 
         async def pack(first_position: int, count: int, out: KvPayload) -> None:
-            await self._engine.call_to_end(
-                lambda loop: loop.runner.pack(
-                    loop.scheduler.held_extents(key), first_position, count, out
+            if key.choice not in running.choices:
+                raise Cancelled("cancelled")
+            running.packing += 1
+            try:
+                await self._engine.copy(
+                    lambda runner: runner.pack(held.extents, first_position, count, out)
                 )
-            )
+            finally:
+                running.packing -= 1
+                if not running.packing:
+                    over, running.over = running.over, []
+                    for choices in over:
+                        self._free(running, *choices)
 
         with ending(running.span.child(tracing.GIVE)):
             offer = self._sender.offer(
@@ -542,12 +554,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     def _end(self, running: DecodeAttempt, error: BatonError) -> None:
         """Ends an attempt early: first its task, then its blocks."""
-        key = running.attempt.key
         self._forget(running, error)
         task, running.starting = running.starting, None
 
         def free(_: object = None) -> None:
-            self._free(key)
+            self._free(running)
 
         if task is None or task is asyncio.current_task():
             free()
@@ -563,9 +574,13 @@ class DecodeService(AttemptService[DecodeAttempt]):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
 
-    def _free(self, key: AttemptKey, *choices: int) -> None:
-        """Frees what the engine holds for these choices; without any: for all."""
-        self._post(lambda loop: loop.scheduler.cancel(key, choices))
+    def _free(self, running: DecodeAttempt, *choices: int) -> None:
+        """Frees what the engine holds for these choices, without any for all, once none of the
+        attempt's KV is being copied."""
+        if running.packing:
+            running.over.append(choices)
+            return
+        self._post(lambda loop: loop.scheduler.cancel(running.attempt.key, choices))
 
     def _drop(self, session: RouterSession, error: BatonError) -> None:
         """Ends a router's attempts with an error, and removes its session."""

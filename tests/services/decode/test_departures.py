@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+
+import pytest
 
 from batonlm.core.errors import HandoverFailed
 from batonlm.core.handover.table import LIMITS, SenderState, StateLimit
+from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.rpc.metrics import PREFILL_TOKENS, REGISTRY
-from tests.services.worker.pair import Pair, attempt, keys_of, new_id, pair, reference, until
+from batonlm.testing.fake_runner import FakeRunner
+from tests.services.worker.pair import (
+    PATIENCE_S,
+    GatedRunner,
+    Pair,
+    attempt,
+    keys_of,
+    new_id,
+    pair,
+    reference,
+    until,
+)
 from tests.services.worker.router_end import RouterEnd, router
 
 FIRST = 20
@@ -157,3 +172,55 @@ async def test_asking_twice_changes_nothing() -> None:
         assert (await given(world, end, key))[0] == handover_id
         await end.hand_over(key, new_id())
         await end.cancel(one)
+
+
+async def test_its_kv_is_packed_beside_a_step_and_stays_until_that_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step of another sequence runs, and the one that leaves is cancelled meanwhile."""
+    packing, may_end = threading.Event(), threading.Event()
+
+    def pack(
+        runner: GatedRunner, extents: Extents, first_position: int, count: int, out: memoryview
+    ) -> None:
+        packing.set()
+        assert may_end.wait(PATIENCE_S)
+        FakeRunner.pack(runner, extents, first_position, count, out)
+
+    one, other = running(), attempt("stays", size=20, max_tokens=300)
+    (key,) = keys_of(one)
+    async with pair() as world, router(world) as end:
+        decode = world.decode
+        monkeypatch.setattr(GatedRunner, "copies_beside_steps", True)
+        monkeypatch.setattr(GatedRunner, "pack", pack)
+        await begin(world, end, one)
+        await end.start(other)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        replacement = replacement_model(one, end, key, 1)
+        await end.start(replacement, handover_id, sender=decode.identity)
+
+        def steps_go_on() -> bool:
+            decode.runner.allow(1)
+            return packing.is_set()
+
+        async def held() -> bool:
+            decode.runner.allow(1)
+            return await decode.engine.call(lambda loop: key in loop.scheduler.sequences.held)
+
+        try:
+            await until(steps_go_on)
+            done = decode.runner.num_done
+            decode.runner.allow(3)
+            await until(lambda: decode.runner.num_done >= done + 3)
+            await end.cancel(one)
+            await until(lambda: one.key not in world.decoding.attempts)
+            assert await held(), "its blocks are being copied"
+        finally:
+            may_end.set()
+        decode.runner.open()
+        await until(lambda: not world.departing.num_offers)
+        assert not await held()
+        await end.cancel(replacement)
+        await end.cancel(other)

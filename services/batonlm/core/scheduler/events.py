@@ -79,6 +79,8 @@ class Held:
     num_positions: int
     newest: ChoiceTokens
     """The token that the worker which goes on with it starts from."""
+    extents: Extents
+    """Where its KV is, until it is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,11 +278,6 @@ class Scheduler:
         self._report_held([sequence])
         return True
 
-    def held_extents(self, key: SequenceKey) -> Extents:
-        """Where a held sequence's KV is. Raises NotFound when it is not held."""
-        table = self.sequences.held_one(key).table
-        return () if table is None else table.extents
-
     def grant(self, key: AttemptKey) -> None:
         """The receiver has reserved its blocks. Unknown attempts are no error."""
         group = self.sequences.group(key)
@@ -643,7 +638,9 @@ class Scheduler:
         for one in sequences:
             newest = one.tokens_from(one.position - 1)
             if one.state is SequenceState.HELD and not one.in_flight and newest is not None:
-                self._events.append(Held(one.key, one.num_computed_tokens, newest))
+                assert one.table is not None
+                count, extents = one.num_computed_tokens, one.table.extents
+                self._events.append(Held(one.key, count, newest, extents))
 
     def _expire(self, now: float) -> None:
         """Drops what is out of time before it costs any."""

@@ -152,13 +152,6 @@ class SequenceTable:
             raise NotFound("This attempt is not reserved here.")
         return group
 
-    def held_one(self, key: SequenceKey) -> Sequence:
-        """Raises NotFound for a sequence that is not held here (any more)."""
-        sequence = self.held.get(key)
-        if sequence is None:
-            raise NotFound("This sequence is not held here.")
-        return sequence
-
     def enqueue(self, group: SequenceGroup) -> None:
         """An attempt enters; its input is computed here."""
         self._enter(group)
