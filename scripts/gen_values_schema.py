@@ -51,19 +51,41 @@ OWNED = frozenset(
 MARK = "@schema "
 Schema = dict[str, Any]
 
-QUANTITY = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
+QUANTITY = r"^([0-9]+(\.[0-9]*)?|\.[0-9]+)([numkMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?$"
+"""As Kubernetes writes quantities, without a sign."""
 _QUANTITIES: Schema = {
     "type": "object",
     "additionalProperties": {"$ref": "#/definitions/quantity"},
 }
+
+
+def _probe(*numbers: str) -> Schema:
+    properties = {name: {"type": "integer", "minimum": 1} for name in numbers}
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
 _DEFINITIONS: Schema = {
     "quantity": {"type": ["string", "number"], "pattern": QUANTITY, "minimum": 0},
     "quantityOrEmpty": {"type": ["string", "number"], "pattern": f"^$|{QUANTITY}", "minimum": 0},
     "resources": {
         "type": "object",
         "additionalProperties": False,
-        "properties": {"limits": _QUANTITIES, "requests": _QUANTITIES},
+        "properties": {
+            "limits": _QUANTITIES,
+            "requests": _QUANTITIES,
+            "claims": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["name"],
+                    "additionalProperties": False,
+                    "properties": {"name": {"type": "string"}, "request": {"type": "string"}},
+                },
+            },
+        },
     },
+    "startupProbe": _probe("periodSeconds", "timeoutSeconds"),
+    "probe": _probe("periodSeconds", "timeoutSeconds", "failureThreshold"),
 }
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 

@@ -102,5 +102,5 @@ def environment(pod: Json, pod_ip: str = "198.18.1.9") -> dict[str, str]:
 
 
 def _key(each: Json) -> str:
-    labels = each["metadata"]["labels"]
+    labels = each["metadata"].get("labels", {})
     return str(labels.get("app.kubernetes.io/component") or each["metadata"]["name"])

@@ -51,6 +51,16 @@ SCHEMA: Sequence[tuple[str, str]] = [
     ("decode.autoscaling.targetKvUse=101", "/decode/autoscaling/targetKvUse"),
     ("tokenizer.autoscaling.minReplicas=0", "/tokenizer/autoscaling/minReplicas"),
     ("router.service.type=Anycast", "/router/service/type"),
+    ("decode.resources.requests.cpu=1.5x", "/decode/resources/requests/cpu"),
+    ("decode.resources.claims[0].nam=card", "/decode/resources/claims/0"),
+    ("decode.probes.startup.failureThreshold=9", "failureThreshold"),
+    ("decode.probes.liveness.periodSeconds=0", "/decode/probes/liveness/periodSeconds"),
+    ("decode.strategy.type=OnDelete", "/decode/strategy/type"),
+    ("decode.dnsPolicy=Mine", "/decode/dnsPolicy"),
+    ("decode.extraInitContainers[0].name=x", "/decode/extraInitContainers/0"),
+    ("model.cache.accessModes={Many}", "/model/cache/accessModes/0"),
+    ("router.service.nodePorts.ssh=22", "ssh"),
+    ("extraObjects[0]=1", "/extraObjects/0"),
     ("router.terminationGracePeriodSeconds=-1", "/router/terminationGracePeriodSeconds"),
 ]
 
@@ -75,7 +85,34 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "model.source=hub,model.hub.id=a/b,model.cache.type=hostPath",
         "model.cache.hostPath is required",
     ),
-    ("model.source=hub,model.hub.id=a/b,model.cache.type=pvc", "model.cache.claimName is required"),
+    (
+        "model.source=hub,model.hub.id=a/b,model.cache.type=pvc",
+        "model.cache.type=pvc needs model.cache.claimName, or model.cache.size",
+    ),
+    ("model.cache.size=1Gi", "model.cache.size is of no use with model.source=bundled"),
+    (
+        "model.source=hub,model.hub.id=a/b,model.cache.type=pvc,model.cache.claimName=c,"
+        "model.cache.size=1Gi",
+        "model.cache.size is of an emptyDir",
+    ),
+    ("enabled=false", "enabled=false is for a parent chart"),
+    ("router.service.nodePorts.grpc=30051", "router.service.nodePorts needs router.service.type"),
+    (
+        "networkPolicy.enabled=false,networkPolicy.egress=true,"
+        "auth.allowAnonymousWorkers=true,kv.network=trusted",
+        "networkPolicy.enabled is false, so networkPolicy.egress",
+    ),
+    ("decode.hostNetwork=true,kv.network=isolated", "decode.hostNetwork: no NetworkPolicy covers"),
+    ("decode.hostNetwork=true", "kv.network must be declared"),
+    (
+        "decode.hostNetwork=true,kv.network=isolated,tls.internal.enabled=true",
+        "prefill.hostNetwork and decode.hostNetwork belong together",
+    ),
+    ("router.hostNetwork=true", "needs tokenizer.networkPolicy.extraIngress"),
+    (
+        "tokenizer.hostNetwork=true,tls.internal.enabled=true,networkPolicy.egress=true",
+        "tokenizer.hostNetwork with networkPolicy.egress needs router.networkPolicy.extraEgress",
+    ),
     ("model.cache.type=emptyDir", "model.cache.type is of no use with model.source=bundled"),
     (
         "decode.gpu.count=1,decode.image.repository=baton-engine-cpu",
@@ -95,6 +132,11 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "decode.gpu.count is 2, of MIG slices",
     ),
     ("decode.machines.rayAddress=head:6379", "decode.machines.rayAddress needs decode.machines"),
+    (
+        "decode.machines.count=2,decode.config.pipeline_parallel=2,"
+        "decode.machines.rayAddress=head:6379",
+        "decode.machines.rayAddress needs decode.image.repository",
+    ),
     ("prefill.gpu.dra.enabled=true", "prefill.gpu.dra.enabled needs prefill.gpu.count"),
     ("decode.hugepages.size=2Mi", "decode.hugepages.size and decode.hugepages.amount belong"),
     ("decode.rdma.enabled=true,kv.network=local", "decode.rdma.enabled contradicts kv.network"),
@@ -122,6 +164,11 @@ SENTENCES: Sequence[tuple[str, str]] = [
     ("gateway.httpRoute=true", "gateway.parentRefs must name a Gateway"),
     ("inferencePool.enabled=true", "inferencePool.endpointPicker.name is required"),
     ("serviceMonitor.enabled=true", "networkPolicy.monitoring must say where Prometheus is"),
+    (
+        "serviceMonitor.enabled=true,podMonitor.enabled=true",
+        "podMonitor.enabled contradicts serviceMonitor.enabled",
+    ),
+    ("alerts.enabled=true", "alerts.enabled needs serviceMonitor.enabled or podMonitor.enabled"),
 ]
 
 

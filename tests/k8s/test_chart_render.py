@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -52,8 +53,8 @@ READY = {
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
-def test_there_are_nine_values_files_and_six_presets() -> None:
-    assert (len(VALUES_FILES), len(PRESETS)) == (9, 6)
+def test_there_are_ten_values_files_and_six_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (10, 6)
 
 
 @pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
@@ -231,7 +232,11 @@ def test_the_other_pod_of_a_group_joins_its_leader() -> None:
 
 
 def test_with_ray_a_pool_is_workers_whose_other_machines_are_rays() -> None:
-    sets = (*GPU_SETS, "decode.machines.rayAddress=head.ray:6379")
+    sets = (
+        *GPU_SETS,
+        "decode.machines.rayAddress=head.ray:6379",
+        "decode.image.repository=baton-engine-gpu-ray",
+    )
     objects = render(*stack(TWO_NODES), sets=sets)
     assert set(of_kind(objects, "LeaderWorkerSet")) == {"prefill"}
     policies = [each for each in objects if each["kind"] == "NetworkPolicy"]
@@ -317,7 +322,6 @@ def test_everything_has_a_kind_of_each() -> None:
         *("PodDisruptionBudget", "HorizontalPodAutoscaler", "ScaledObject", "NetworkPolicy"),
         *(
             "ServiceMonitor",
-            "PodMonitor",
             "PrometheusRule",
             "Certificate",
             "HTTPRoute",
@@ -326,6 +330,103 @@ def test_everything_has_a_kind_of_each() -> None:
         ),
         *("InferencePool", "PriorityClass"),
     }
+
+
+ELSEWHERE = CHART / "ci/elsewhere-values.yaml"
+
+
+def test_what_other_clusters_ask_for_reaches_pods() -> None:
+    found = pods(rendered(ELSEWHERE))
+    engine, tokenizer, router = found["decode"], found["tokenizer"], found["router"]
+    for pod in found.values():
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & pod["securityContext"].keys()
+        assert pod["securityContext"]["runAsNonRoot"] is True
+    assert engine["hostNetwork"] and engine["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert engine["schedulerName"] == "volcano" and engine["runtimeClassName"] == "nvidia"
+    assert engine["securityContext"]["supplementalGroups"] == [44]
+    (process,) = engine["containers"]
+    assert process["securityContext"]["capabilities"] == {"add": ["SYS_NICE"], "drop": ["ALL"]}
+    assert process["securityContext"]["readOnlyRootFilesystem"] is True
+    assert engine["resourceClaims"] == [{"name": "card", "resourceClaimTemplateName": "cards"}]
+    assert process["resources"]["claims"] == [{"name": "card"}]
+    assert [each["name"] for each in engine["initContainers"]] == ["fetch", "tune"]
+    assert [each["name"] for each in router["initContainers"]] == ["wait"]
+    assert tokenizer["dnsPolicy"] == "None"
+    assert tokenizer["dnsConfig"]["searches"] == ["svc.example"]
+    readiness = tokenizer["containers"][0]["readinessProbe"]
+    assert (readiness["timeoutSeconds"], readiness["periodSeconds"]) == (20, 2)
+    test = found["test"]
+    assert test["tolerations"] == [{"operator": "Exists"}]
+    assert test["containers"][0]["resources"]["limits"] == {"memory": "128Mi"}
+
+
+def test_a_routers_service_has_fields_of_ones_own() -> None:
+    service = of_kind(rendered(ELSEWHERE), "Service")["router"]
+    assert service["metadata"]["labels"]["team"] == "serving"
+    assert service["spec"]["loadBalancerClass"] == "example.com/lb"
+    ports = {port["name"]: port.get("nodePort") for port in service["spec"]["ports"]}
+    assert ports == {"grpc": 30051, "http": None}
+    assert of_kind(rendered(ELSEWHERE), "Deployment")["tokenizer"]["spec"]["strategy"] == {
+        "type": "Recreate"
+    }
+
+
+def test_objects_of_ones_own_are_as_they_are_or_templates() -> None:
+    named = [each for each in rendered(ELSEWHERE) if each["kind"] == "ConfigMap"]
+    own = {each["metadata"]["name"]: each for each in named}
+    assert set(own) == {"as-it-is", "try-made"}
+    assert own["as-it-is"]["data"] == {"text": "{{ not a template }}"}
+
+
+def test_a_claim_for_models_is_made_where_none_is_named() -> None:
+    objects = rendered(ELSEWHERE)
+    (claim,) = of_kind(objects, "PersistentVolumeClaim").values()
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "20Gi"
+    for component, pod in pods(objects).items():
+        claims = [v["persistentVolumeClaim"] for v in pod["volumes"] if v["name"] == "models"]
+        assert [each["claimName"] for each in claims] == (
+            [] if component in ("router", "test") else [claim["metadata"]["name"]]
+        )
+
+
+def test_a_cache_that_goes_with_the_pod_asks_for_its_room() -> None:
+    sets = (*GPU_SETS, "model.cache.size=20Gi")
+    for component, pod in pods(render(CHART / "values-gpu-tcp.yaml", sets=sets)).items():
+        if component in ("router", "test"):
+            continue
+        (models,) = [v for v in pod["volumes"] if v["name"] == "models"]
+        assert models["emptyDir"] == {"sizeLimit": "20Gi"}
+        asked = pod["initContainers"][0]["resources"]["requests"].get("ephemeral-storage")
+        assert asked == ("20Gi" if component in ENGINES else None), "no weights, no room"
+
+
+@every_file
+def test_pods_of_one_rollout_are_spread_over_nodes_and_zones(path: Path) -> None:
+    for component, template in templates(rendered(path)).items():
+        constraints = template["spec"]["topologySpreadConstraints"]
+        for each in constraints:
+            selector = each["labelSelector"]["matchLabels"]
+            assert selector.items() <= template["metadata"]["labels"].items()
+        if (path.stem, component) != ("everything-values", "tokenizer"):
+            keys = [each["topologyKey"] for each in constraints]
+            assert keys == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+            assert {each["whenUnsatisfiable"] for each in constraints} == {"ScheduleAnyway"}
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_parent_chart_can_leave_it_out(tmp_path: Path, wanted: bool) -> None:
+    parent = tmp_path / "parent"
+    (parent / "charts").mkdir(parents=True)
+    shutil.copytree(CHART, parent / "charts/baton")
+    (parent / "Chart.yaml").write_text(
+        "{apiVersion: v2, name: parent, version: 1.0.0, dependencies: "
+        "[{name: baton, version: '*', condition: baton.enabled}]}"
+    )
+    values = {"baton": {**yaml.safe_load(CPU.read_text()), "enabled": wanted}}
+    (parent / "values.yaml").write_text(yaml.safe_dump(values))
+    text = helm("template", "try", str(parent))
+    assert ("kind: Deployment" in text) is wanted
 
 
 def test_alerts_and_dashboards_are_the_files_as_they_are() -> None:

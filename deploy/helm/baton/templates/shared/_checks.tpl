@@ -1,6 +1,9 @@
 {{/* What the schema cannot say: keys that depend on one another. Each refusal is a sentence that names its key. */}}
 {{- define "baton.checks" -}}
 {{- $v := .Values -}}
+{{- if not $v.enabled -}}
+{{- fail "enabled=false is for a parent chart: beside its dependency on this one it has condition: baton.enabled, and Helm then leaves all of this chart out." -}}
+{{- end -}}
 {{- if and $v.auth.keysSecret $v.auth.allowAnonymous -}}
 {{- fail "auth.allowAnonymous contradicts auth.keysSecret: say only one of them." -}}
 {{- end -}}
@@ -15,6 +18,7 @@
 {{- end -}}
 {{- include "baton.checks.model" . -}}
 {{- include "baton.checks.objects" . -}}
+{{- include "baton.checks.hostNetwork" . -}}
 {{- range list "router" "tokenizer" "decode" "detokenizer" -}}
 {{- $c := index $v . -}}
 {{- if and (eq (int $c.replicaCount) 0) (not $c.autoscaling.enabled) (not $c.keda.enabled) -}}
@@ -49,6 +53,18 @@
 {{- if and $v.inferencePool.enabled (not $v.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name is required with inferencePool.enabled: the Service of the picker." -}}
 {{- end -}}
+{{- if and $v.serviceMonitor.enabled $v.podMonitor.enabled -}}
+{{- fail "podMonitor.enabled contradicts serviceMonitor.enabled: every number would be there twice, and sums would be double." -}}
+{{- end -}}
+{{- if and $v.alerts.enabled (not (or $v.serviceMonitor.enabled $v.podMonitor.enabled)) -}}
+{{- fail "alerts.enabled needs serviceMonitor.enabled or podMonitor.enabled: no alert can fire of numbers that nobody reads." -}}
+{{- end -}}
+{{- if and (eq $v.router.service.type "ClusterIP") (or $v.router.service.nodePorts.grpc $v.router.service.nodePorts.http) -}}
+{{- fail "router.service.nodePorts needs router.service.type NodePort or LoadBalancer." -}}
+{{- end -}}
+{{- if and (not $v.networkPolicy.enabled) (or $v.networkPolicy.egress $v.networkPolicy.clients $v.networkPolicy.monitoring) -}}
+{{- fail "networkPolicy.enabled is false, so networkPolicy.egress, clients and monitoring would keep nobody out: set it, or leave them empty." -}}
+{{- end -}}
 {{- if and $v.networkPolicy.enabled (or $v.serviceMonitor.enabled $v.podMonitor.enabled) (not $v.networkPolicy.monitoring) -}}
 {{- fail "networkPolicy.monitoring must say where Prometheus is: with networkPolicy.enabled nobody else reads metrics." -}}
 {{- end -}}
@@ -68,11 +84,38 @@
 {{- if and (eq $m.cache.type "hostPath") (not $m.cache.hostPath) -}}
 {{- fail "model.cache.hostPath is required with model.cache.type=hostPath: a folder of each node." -}}
 {{- end -}}
-{{- if and (eq $m.cache.type "pvc") (not $m.cache.claimName) -}}
-{{- fail "model.cache.claimName is required with model.cache.type=pvc." -}}
+{{- if and (eq $m.cache.type "pvc") (not (or $m.cache.claimName $m.cache.size)) -}}
+{{- fail "model.cache.type=pvc needs model.cache.claimName, or model.cache.size of the one that the chart then makes." -}}
+{{- end -}}
+{{- if and $m.cache.size (not (include "baton.model.fetched" $)) -}}
+{{- fail (printf "model.cache.size is of no use with model.source=%s: nothing is fetched. Set model.cache.type, too." $m.source) -}}
+{{- end -}}
+{{- if and $m.cache.size (or (eq $m.cache.type "hostPath") $m.cache.claimName) -}}
+{{- fail "model.cache.size is of an emptyDir, or of a claim that the chart makes: a folder of the node or a claim of your own has its size." -}}
 {{- end -}}
 {{- if and $m.cache.type (eq $m.source "bundled") -}}
 {{- fail "model.cache.type is of no use with model.source=bundled: that model is in every image." -}}
+{{- end -}}
+{{- end }}
+
+{{/* A NetworkPolicy selects no pod in its node's network, and lets none in. */}}
+{{- define "baton.checks.hostNetwork" -}}
+{{- $v := .Values -}}
+{{- if $v.networkPolicy.enabled -}}
+{{- range list "tokenizer" "prefill" "decode" "detokenizer" -}}
+{{- if and (index $v .).hostNetwork (not (or $v.tls.internal.enabled $v.auth.allowAnonymousWorkers)) -}}
+{{- fail (printf "%s.hostNetwork: no NetworkPolicy covers a pod in its node's network, so nothing keeps strangers from it. Set tls.internal.enabled=true, or auth.allowAnonymousWorkers=true if all of that network is trusted." .) -}}
+{{- end -}}
+{{- if and (index $v .).hostNetwork $v.networkPolicy.egress (not $v.router.networkPolicy.extraEgress) -}}
+{{- fail (printf "%s.hostNetwork with networkPolicy.egress needs router.networkPolicy.extraEgress with the nodes' addresses: no policy can name a pod in its node's network." .) -}}
+{{- end -}}
+{{- if and $v.router.hostNetwork (not (index $v .).hostNetwork) (not (index $v .).networkPolicy.extraIngress) -}}
+{{- fail (printf "router.hostNetwork with networkPolicy.enabled needs %s.networkPolicy.extraIngress with the nodes' addresses: its policy cannot tell a router in its node's network from others there." .) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (ne $v.prefill.hostNetwork $v.decode.hostNetwork) (gt (int $v.prefill.replicaCount) 0) -}}
+{{- fail "prefill.hostNetwork and decode.hostNetwork belong together with networkPolicy.enabled: the policy of one cannot let in pods of the node's network, so no KV would move." -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -88,6 +131,9 @@
 {{- end -}}
 {{- if and $c.machines.rayAddress (eq $machines 1) -}}
 {{- fail (printf "%s.machines.rayAddress needs %s.machines.count above 1: Ray places the other machines of a worker." .component .component) -}}
+{{- end -}}
+{{- if and $c.machines.rayAddress (not $c.image.repository) -}}
+{{- fail (printf "%s.machines.rayAddress needs %s.image.repository: an image of yours with Ray in it, for Baton's own have none." .component .component) -}}
 {{- end -}}
 {{- if and (gt $machines 1) (not $c.machines.tokenSecret) (not $c.machines.rayAddress) -}}
 {{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more; or %s.machines.rayAddress." .component $machines .component .component) -}}

@@ -83,7 +83,8 @@ and Services, port-forwards and probes need no entry.
 
 {{/* Declared, or what a NetworkPolicy makes of it. */}}
 {{- define "baton.kvNetwork" -}}
-{{- .Values.kv.network | default (ternary "isolated" "" .Values.networkPolicy.enabled) }}
+{{- $covered := and .Values.networkPolicy.enabled (not (or .Values.prefill.hostNetwork .Values.decode.hostNetwork)) }}
+{{- .Values.kv.network | default (ternary "isolated" "" $covered) }}
 {{- end }}
 
 {{/* A component's whole configuration as YAML: its own `config` over the common one. */}}

@@ -44,7 +44,7 @@ spec:
   {{- /* A pool that loads a large model is not stuck because it takes its time. */}}
   progressDeadlineSeconds: {{ add $c.startupTimeoutSeconds 60 }}
   strategy:
-    {{- toYaml $c.strategy | nindent 4 }}
+    {{- toYaml (eq $c.strategy.type "Recreate" | ternary (dict "type" "Recreate") $c.strategy) | nindent 4 }}
   selector:
     matchLabels:
       {{- include "baton.selectorLabels" . | nindent 6 }}

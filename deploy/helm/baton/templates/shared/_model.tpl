@@ -80,10 +80,10 @@ hostPath:
   type: Directory
 {{- else if eq $cache.type "pvc" }}
 persistentVolumeClaim:
-  claimName: {{ $cache.claimName }}
+  claimName: {{ $cache.claimName | default (printf "%s-models" (include "baton.fullname" .)) }}
 {{- else }}
 emptyDir:
-  {{- with $cache.sizeLimit }}
+  {{- with $cache.size }}
   sizeLimit: {{ . }}
   {{- else }} {}
   {{- end }}
@@ -151,8 +151,12 @@ emptyDir:
   env:
     {{- . | nindent 4 }}
   {{- end }}
+  {{- $resources := deepCopy $m.cache.resources }}
+  {{- if and $m.cache.size (include "baton.isEngine" .) (has $m.cache.type (list "" "emptyDir")) }}
+  {{- $resources = merge $resources (dict "requests" (dict "ephemeral-storage" $m.cache.size)) }}
+  {{- end }}
   resources:
-    {{- toYaml $m.cache.resources | nindent 4 }}
+    {{- toYaml $resources | nindent 4 }}
   securityContext:
     {{- include "baton.containerSecurity" . | nindent 4 }}
   volumeMounts:

@@ -5,13 +5,10 @@ but its leader: no Service selects it, and no probe asks it, for it ends with it
 */}}
 
 {{- define "baton.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-fsGroup: 65532
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- $c := index .root.Values .component -}}
+{{- $own := dict "runAsNonRoot" true "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- if .root.Values.fixedUser }}{{ $own = merge $own (dict "runAsUser" 65532 "runAsGroup" 65532 "fsGroup" 65532) }}{{ end -}}
+{{- toYaml (mergeOverwrite $own (deepCopy ($c.podSecurityContext | default dict))) }}
 {{- end }}
 
 {{- define "baton.containerSecurity" -}}
@@ -24,10 +21,11 @@ capabilities:
 {{/* restricted pod security, but for RDMA: pinning memory takes a capability. */}}
 {{- define "baton.processSecurity" -}}
 {{- $c := index .root.Values .component -}}
-{{ include "baton.containerSecurity" . }}
-{{- if and (include "baton.isEngine" .) $c.rdma.enabled $c.rdma.ipcLock }}
-  add: [IPC_LOCK]
-{{- end }}
+{{- $own := include "baton.containerSecurity" . | fromYaml -}}
+{{- if and (include "baton.isEngine" .) $c.rdma.enabled $c.rdma.ipcLock -}}
+{{- $_ := set $own.capabilities "add" (list "IPC_LOCK") -}}
+{{- end -}}
+{{- toYaml (mergeOverwrite $own (deepCopy $c.securityContext)) }}
 {{- end }}
 
 {{/* The process's own resources, and the pool's devices, which are limits and requests alike. */}}
@@ -42,7 +40,7 @@ capabilities:
 {{- if $devices -}}
 {{- $r = mergeOverwrite $r (dict "limits" $devices) (dict "requests" $devices) -}}
 {{- end -}}
-{{- if include "baton.claimsGpus" . }}{{ $_ := set $r "claims" (list (dict "name" "gpus")) }}{{ end -}}
+{{- if include "baton.claimsGpus" . }}{{ $_ := set $r "claims" (append ($r.claims | default list) (dict "name" "gpus")) }}{{ end -}}
 {{- end -}}
 {{- toYaml $r }}
 {{- end }}
@@ -66,22 +64,17 @@ startupProbe:
   grpc:
     port: 50052
     service: startup
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: {{ ceil (divf $c.startupTimeoutSeconds 2) }}
+  {{- toYaml $c.probes.startup | nindent 2 }}
+  failureThreshold: {{ ceil (divf $c.startupTimeoutSeconds ($c.probes.startup.periodSeconds | default 10)) }}
 readinessProbe:
   grpc:
     port: 50052
     service: {{ include "baton.grpcService" . }}
-  periodSeconds: 2
-  timeoutSeconds: 5
-  failureThreshold: 3
+  {{- toYaml $c.probes.readiness | nindent 2 }}
 livenessProbe:
   grpc:
     port: 50052
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 6
+  {{- toYaml $c.probes.liveness | nindent 2 }}
 {{- end }}
 
 {{- define "baton.ports" -}}
@@ -180,6 +173,13 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
+{{- define "baton.initContainers" -}}
+{{- if ne .component "router" }}{{ include "baton.model.init" . }}{{ end }}
+{{- with (index .root.Values .component).extraInitContainers }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "baton.tlsSecret" -}}
 {{- index .root.Values.tls.internal.secretNames .component | default (printf "%s-tls" (include "baton.componentName" .)) }}
 {{- end }}
@@ -193,12 +193,14 @@ livenessProbe:
 {{- with merge (dict) $c.podAnnotations $own }}{{ toYaml . }}{{ end }}
 {{- end }}
 
-{{/* What is spread is this component's pods, where a constraint does not say otherwise. */}}
+{{/* What is spread is this component's pods, where a constraint does not say otherwise; those of one rollout, so that a
+pod that is about to go counts for nothing. */}}
 {{- define "baton.spread" -}}
 {{- $c := index .root.Values .component -}}
 {{- $selector := dict "labelSelector" (dict "matchLabels" (include "baton.selectorLabels" . | fromYaml)) -}}
+{{- if not (include "baton.isGroup" .) }}{{ $_ := set $selector "matchLabelKeys" (list "pod-template-hash") }}{{ end -}}
 {{- range $c.topologySpreadConstraints }}
-- {{ toYaml (merge (dict) . $selector) | nindent 2 | trim }}
+- {{ toYaml (merge (dict) . (hasKey . "labelSelector" | ternary (dict) $selector)) | nindent 2 | trim }}
 {{- end }}
 {{- end }}
 
@@ -241,6 +243,19 @@ spec:
   {{- /* Names of other Services are no business of a process, and would look like its configuration. */}}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "baton.grace" . }}
+  {{- if $c.hostNetwork }}
+  hostNetwork: true
+  {{- end }}
+  {{- with $c.dnsPolicy | default (ternary "ClusterFirstWithHostNet" "" $c.hostNetwork) }}
+  dnsPolicy: {{ . }}
+  {{- end }}
+  {{- with $c.dnsConfig }}
+  dnsConfig:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $c.schedulerName }}
+  schedulerName: {{ . }}
+  {{- end }}
   securityContext:
     {{- include "baton.podSecurity" . | nindent 4 }}
   {{- with $v.image.pullSecrets }}
@@ -255,10 +270,13 @@ spec:
   {{- with $c.runtimeClassName }}
   runtimeClassName: {{ . }}
   {{- end }}
+  {{- $claims := $c.resourceClaims }}
   {{- if include "baton.claimsGpus" . }}
+  {{- $claims = append $claims (dict "name" "gpus" "resourceClaimTemplateName" (printf "%s-gpus" (include "baton.componentName" .))) }}
+  {{- end }}
+  {{- with $claims }}
   resourceClaims:
-    - name: gpus
-      resourceClaimTemplateName: {{ include "baton.componentName" . }}-gpus
+    {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- with $c.nodeSelector }}
   nodeSelector:
@@ -276,11 +294,9 @@ spec:
   topologySpreadConstraints:
     {{- . | nindent 4 }}
   {{- end }}
-  {{- if ne .component "router" }}
-  {{- with include "baton.model.init" . | trim }}
+  {{- with include "baton.initContainers" . | trim }}
   initContainers:
     {{- . | nindent 4 }}
-  {{- end }}
   {{- end }}
   containers:
     - name: {{ .component }}
