@@ -78,6 +78,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "version": re.compile(r"[0-9][\w.+]*"),
     # vLLM's: of what a worker is.
     "finished_reason": {reason.name.lower() for reason in FinishReason},
+    "model": re.compile(r"[\w./-]{1,128}"),
     "model_name": re.compile(r"[\w./-]{1,128}"),
     "block_size": re.compile(r"\d+"),
     "num_gpu_blocks": re.compile(r"\d+"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,14 +63,81 @@ def test_a_pool_shrinks_only_after_a_while() -> None:
     assert asked.prefill(91.0, PrefillSignals(0.0, 0.0)) == 1
 
 
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20)), min_size=1, max_size=40))
-def test_it_is_the_most_that_was_needed_in_a_while(steps: list[tuple[float, float]]) -> None:
-    asked, now, needed = rule(least=0, most=15), 0.0, []
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 20)), min_size=1, max_size=40))
+def test_it_is_the_most_that_was_needed_in_a_while(steps: list[tuple[float, int]]) -> None:
+    """What waits counts as the mean of the period, so one reading cannot bring many workers."""
+    asked, now, seen, needed = rule(least=0, most=15), 0.0, [], []
     for passed, queued in steps:
         now += passed
-        needed.append((now, Bounds(0, 15).within(queued)))
-        found = asked.prefill(now, PrefillSignals(0.0, queued))
+        seen.append((now, queued))
+        lately = [queued for at, queued in seen if at >= now - POLICY.trend_s]
+        needed.append((now, Bounds(0, 15).within(fmean(lately))))
+        found = asked.prefill(now, PrefillSignals(0.0, float(queued)))
         assert found == max(need for at, need in needed if at >= now - POLICY.hold_s)
+
+
+def decode_by(
+    placed_per_s: float, refused_per_s: float, rows: float, waiting: float = 0.0
+) -> list[int]:
+    """The targets of 20 s with these rates; a worker runs 10 sequences, at half of that."""
+    asked = rule(replace(POLICY, lead_s=0.0, trend_s=20.0), most=100)
+    return [
+        asked.decode(
+            float(t),
+            DecodeSignals(
+                rows,
+                0,
+                WorkerSpeed(),
+                0,
+                places=10,
+                placed=placed_per_s * t,
+                refused=refused_per_s * t,
+                waiting=waiting,
+            ),
+        )
+        for t in range(21)
+    ]
+
+
+def test_refused_work_counts_as_the_sequences_that_it_would_be() -> None:
+    # 10 of 15 requests are refused. The 5 keep 10 sequences running, so all would be 30.
+    assert decode_by(1.0, 2.0, 10.0)[-1] == 6
+    assert decode_by(1.0, 0.0, 10.0)[-1] == 2
+    # Nothing was placed for a while: each is at most one sequence.
+    assert decode_by(0.0, 2.0, 10.0)[-1] == 10
+    # Requests that are over in no time are refused for another pool.
+    assert decode_by(10.0, 20.0, 1.0)[-1] == 1
+
+
+def test_what_waits_for_prefill_adds_little_to_decode() -> None:
+    assert decode_by(1.0, 0.0, 1.0, waiting=100.0)[-1] == 2
+    assert decode_by(1.0, 0.0, 8.0, waiting=100.0)[-1] == 10
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 30), *[st.integers(0, 1000)] * 4), min_size=1, max_size=30)
+)
+def test_more_refused_work_never_asks_for_fewer_workers(
+    steps: list[tuple[float, int, int, int, int]],
+) -> None:
+    more, less = rule(most=1000), rule(most=1000)
+    now, placed, refused = 0.0, 0, 0
+    for passed, rows, new, gone, waiting in steps:
+        now, placed, refused = now + passed, placed + new, refused + gone
+        each = DecodeSignals(rows, 10 * rows, SPEED, 5000, 64, 2, placed, waiting=waiting)
+        found = more.decode(now, replace(each, refused=refused))
+        assert less.decode(now, each) <= found <= 1000
+
+
+@pytest.mark.parametrize(
+    ("rows", "positions", "full"),
+    [(115, 0, False), (116, 0, True), (0, 1799, False), (0, 1800, True)],
+)
+def test_a_pool_is_full_by_its_sequences_or_by_its_kv(
+    rows: int, positions: int, full: bool
+) -> None:
+    assert DecodeSignals(rows, positions, SPEED, 1000, 64, 2).is_full == full
+    assert not DecodeSignals(rows, positions, SPEED, 0, 0, 2).is_full
 
 
 def test_a_trend_forgets() -> None:

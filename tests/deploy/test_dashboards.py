@@ -158,7 +158,8 @@ def test_prometheus_understands_every_panel(tmp_path: Path) -> None:
 def test_what_pools_are_scaled_by_exists() -> None:
     known = exported()
     text = (CHART / "templates/shared/_autoscaling.tpl").read_text()
-    assert {"baton_waiting_tokens", "baton_queued_tokens"} < set(_METRIC.findall(text))
+    named = {"baton_pool_target_workers", "baton_waiting_tokens", "baton_queued_tokens"}
+    assert named < set(_METRIC.findall(text))
     assert not unknown(text, known)
 
 

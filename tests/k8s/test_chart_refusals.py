@@ -152,6 +152,10 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "decode.autoscaling.maxReplicas is 10, less than minReplicas, which is 11",
     ),
     (
+        "decode.autoscaling.enabled=true,router.config.target_first_token_ms=0",
+        "decode.autoscaling.targetWorkers needs router.config.target_first_token_ms above 0",
+    ),
+    (
         "router.autoscaling.enabled=true,router.autoscaling.targetCPU=0",
         "router.autoscaling.enabled needs something to scale by",
     ),

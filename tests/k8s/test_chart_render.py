@@ -274,6 +274,28 @@ def test_a_pool_of_groups_is_scaled_as_one(autoscaler: str) -> None:
     assert "replicas" not in group["spec"]
 
 
+@pytest.mark.parametrize("component", ["prefill", "decode"])
+def test_what_runs_the_model_is_scaled_by_what_routers_ask_for(component: str) -> None:
+    """By nothing else, unless it is said: workers' own queues and KV do not show an overload."""
+    objects = render(CPU, sets=(f"{component}.autoscaling.enabled=true",))
+    (metric,) = of_kind(objects, "HorizontalPodAutoscaler")[component]["spec"]["metrics"]
+    asked = metric["external"]
+    assert asked["metric"]["name"] == "baton_pool_target_workers"
+    labels = asked["metric"]["selector"]["matchLabels"]
+    assert labels == {"role": component, "service": "try-baton-router-metrics"}
+    assert asked["target"] == {"type": "AverageValue", "averageValue": "1"}
+    objects = render(CPU, sets=(f"{component}.keda.enabled=true",), namespace="here")
+    (trigger,) = of_kind(objects, "ScaledObject")[component]["spec"]["triggers"]
+    routers = 'namespace="here",pod=~"try-baton-router-.*"'
+    query = f'sum(max by (model) (baton_pool_target_workers{{{routers},role="{component}"}}))'
+    assert trigger["metadata"]["query"] == query
+    assert (trigger["metricType"], trigger["metadata"]["threshold"]) == ("AverageValue", "1")
+    own = (f"{component}.autoscaling.targetWorkers=false", f"{component}.autoscaling.targetCPU=50")
+    objects = render(CPU, sets=(f"{component}.autoscaling.enabled=true", *own))
+    (metric,) = of_kind(objects, "HorizontalPodAutoscaler")[component]["spec"]["metrics"]
+    assert metric["type"] == "Resource"
+
+
 def test_claimed_gpus_take_the_place_of_a_plugins() -> None:
     objects = rendered(CHART / "ci/gpu-dra-values.yaml")
     claims = of_kind(objects, "ResourceClaimTemplate")

@@ -139,8 +139,10 @@ class Autoscaler:
     def _prefill(self) -> PrefillSignals:
         router, senders = self._simulation.router, self._simulation.senders
         loads = [senders[number].worker.scheduler.load for number in self._pools["prefill"].serving]
-        tokens = router.waiting_tokens + sum(load.waiting_tokens for load in loads)
-        prompts = router.num_waiting + sum(load.waiting_sequences for load in loads)
+        tokens = sum(load.waiting_tokens for load in loads)
+        prompts = sum(load.waiting_sequences for load in loads)
+        if not self._decode().is_full:
+            tokens, prompts = tokens + router.waiting_tokens, prompts + router.num_waiting
         queued_s = self._facts.prefill.reported.queue_s(tokens, prompts)
         return PrefillSignals(self._simulation.arrived_s, queued_s)
 
@@ -154,6 +156,10 @@ class Autoscaler:
             facts.reported,
             facts.num_blocks * facts.block_size,
             facts.max_running,
+            max(1, len(loads)),
+            self._simulation.router.placed,
+            self._simulation.router.refused,
+            self._simulation.router.num_waiting,
         )
 
     def _size(self, role: str, target: int) -> None:

@@ -259,7 +259,8 @@ class Router:
         limits = facts.router
         self.queue = queue
         self.window = limits.window()
-        self.decisions = 0
+        self.decisions = self.placed = self.refused = 0
+        """Decisions; requests that got workers; requests that were refused, so far."""
         self._facts = facts
         self._prefills = prefills
         self._decodes = decodes
@@ -301,7 +302,9 @@ class Router:
             entry, stay = found
             self._take_out(entry, served=True)
             record = entry.item.record
-            record.placed = now if record.placed is None else record.placed
+            if record.placed is None:
+                record.placed = now
+                self.placed += 1
             record.attempts += 1
             self._start(stay)
         if len(self._waiting):
@@ -322,8 +325,7 @@ class Router:
         self.turn()
 
     def refuse(self, entry: Entry[SimulatedWaiter], why: str) -> None:
-        entry.item.record.refused = why
-        self._ended(entry.item)
+        self._refused(entry, why)
         self.turn()
 
     def done(self, entry: Entry[SimulatedWaiter]) -> None:
@@ -332,6 +334,11 @@ class Router:
         record.ended = record.last
         self._ended(entry.item)
         self.turn()
+
+    def _refused(self, entry: Entry[SimulatedWaiter], why: str) -> None:
+        entry.item.record.refused = why
+        self.refused += 1
+        self._ended(entry.item)
 
     def _turn_at(self, time: float) -> None:
         if self._turning is None or time < self._turning:
@@ -400,8 +407,7 @@ class Router:
         )
         for entry in late:
             self._take_out(entry, served=False)
-            entry.item.record.refused = "It would have to wait for too long."
-            self._ended(entry.item)
+            self._refused(entry, "It would have to wait for too long.")
 
     @property
     def num_waiting(self) -> int:

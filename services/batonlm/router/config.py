@@ -98,7 +98,7 @@ class RouterConfig(ProcessOptions):
         minimum=-1,
     )
     target_first_token_ms: float = option(
-        0.0,
+        2000.0,
         "first token's target, by which baton_pool_target_workers is told; 0: it is not told",
         unit="ms",
         minimum=0.0,

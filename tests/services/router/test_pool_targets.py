@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry
 
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
@@ -10,7 +12,7 @@ from batonlm.core.routing.load import WorkerLoad, WorkerSnapshot, WorkerSpeed, W
 from batonlm.core.routing.scaling import ScalingPolicy
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.gauges import PoolTargets, pool_targets
-from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.metrics import Arrived, RouterMetrics
 from batonlm.router.workers.discovery import Replicas
 from tests.services.router.conftest import World
 
@@ -51,14 +53,15 @@ class Fleet:
         self.prefills = [worker("prefill")]
         self.decodes = [worker("decode")]
         self.waiting: list[int] = []
-        self.arrived = self.now = 0.0
+        self.arrived = Arrived()
+        self.now = 0.0
         self.routers = 1
         self.targets = PoolTargets(
             ScalingPolicy(1.0, 0.05, busy=0.5, lead_s=0.0, hold_s=0.0),
             lambda: self.prefills,
             lambda: self.decodes,
-            lambda: self.waiting,
-            lambda: self.arrived,
+            lambda: [("m", tokens) for tokens in self.waiting],
+            self.arrived,
             lambda: self.routers,
             lambda: self.now,
         )
@@ -66,7 +69,13 @@ class Fleet:
     def read(self, after_s: float = 1.0) -> tuple[float | None, float | None]:
         self.now += after_s
         found = self.targets.read()
-        return found.get(("prefill",)), found.get(("decode",))
+        return found.get(("m", "prefill")), found.get(("m", "decode"))
+
+    def accept(self, requests: int, tokens: int, model: str = "m") -> None:
+        """Requests that come and get workers."""
+        self.arrived.requests[model] += requests
+        self.arrived.placed[model] += requests
+        self.arrived.prompt_tokens[model] += requests * tokens
 
 
 def test_what_waits_and_comes_counts_in_seconds_of_a_worker() -> None:
@@ -74,15 +83,61 @@ def test_what_waits_and_comes_counts_in_seconds_of_a_worker() -> None:
     assert fleet.read() == (0, 1)
     fleet.waiting = [1000, 1000]
     fleet.prefills = [worker("prefill", waiting_sequences=1, waiting_tokens=1000)]
-    assert fleet.read() == (3, 1)
+    # As the mean of what was seen within 20 s.
+    assert fleet.read() == (2, 1)
+    assert fleet.read(30.0) == (3, 1)
     # The other router is taken to have as much.
     fleet.routers = 2
-    assert fleet.read() == (5, 1)
+    assert fleet.read(30.0) == (5, 1)
     # A thousand tokens a second keep one busy, two at half of their time.
     fleet = Fleet()
     fleet.read()
-    fleet.arrived = 1000.0
+    fleet.accept(1, 1000)
     assert fleet.read() == (2, 1)
+
+
+def test_refused_requests_count_as_those_that_came_through() -> None:
+    fleet = Fleet()
+    fleet.read()
+    fleet.accept(10, 100)
+    fleet.arrived.refused = 20
+    # 3000 tokens a second keep three busy, six at half of their time.
+    assert fleet.read() == (6, 1)
+    # The 10 that run would be 30: more than half of what one worker runs would fit.
+    fleet = Fleet()
+    fleet.decodes = [worker("decode", running_sequences=10)]
+    fleet.read()
+    fleet.accept(10, 1)
+    fleet.arrived.refused = 30
+    assert fleet.read() == (1, 2)
+
+
+def test_what_waits_for_a_full_decode_pool_brings_decode_workers_only() -> None:
+    fleet = Fleet()
+    fleet.waiting = [1000] * 8
+    assert fleet.read() == (8, 1)
+    fleet = Fleet()
+    fleet.waiting = [1000] * 8
+    fleet.decodes = [worker("decode", running_sequences=64)]
+    assert fleet.read() == (0, 3)
+
+
+def test_each_model_has_targets_of_its_own() -> None:
+    fleet = Fleet()
+    other = replace(MODEL, name="other")
+    fleet.prefills.append(replace(worker("prefill"), model=other))
+    fleet.decodes.append(replace(worker("decode"), model=other))
+    fleet.read()
+    fleet.accept(1, 1000)
+    fleet.accept(3, 1000, "other")
+    fleet.arrived.refused = 4
+    fleet.now += 1.0
+    found = fleet.targets.read()
+    assert found["m", "prefill"] == 4 and found["other", "prefill"] == 12
+    assert found["m", "decode"] == found["other", "decode"] == 1
+    # A model whose workers are gone is not spoken of any more.
+    del fleet.prefills[1], fleet.decodes[1]
+    assert set(fleet.targets.read()) == {("m", "prefill"), ("m", "decode")}
 
 
 def test_decode_is_told_by_kv_and_by_steps() -> None:
@@ -110,4 +165,4 @@ async def test_a_router_tells_them(world: World) -> None:
         pipeline, world.fleet, world.config, RouterMetrics(CollectorRegistry()), Replicas(None)
     )
     await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
-    assert targets.read()["decode",] == 1
+    assert {role: target for (_, role), target in targets.read().items()}["decode"] == 1

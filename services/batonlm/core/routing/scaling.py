@@ -2,9 +2,10 @@
 
 In: signals of the fleet, and the time. Out: a number of workers per pool.
 
-The rule uses leading signals: waiting prompt tokens are work still to be done, and growing KV shows
-what decode will hold once a worker that is requested now has started. Utilization shows neither:
-decode is as busy with one sequence as with a hundred.
+The rule uses what binds, and early: waiting prompt tokens are work still to be done, growing KV shows
+what decode will hold once a worker that is requested now has started, and requests that were
+refused would run if there were workers. Utilization shows none of these: decode is as busy with
+one sequence as with a hundred, and a pool whose work is refused looks as it does at its limit.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import ceil, inf, isfinite
+from statistics import fmean
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.routing.load import WorkerSpeed
+
+FULL = 0.9
+"""Share of its sequences, or of its KV, from which a decode pool is what requests wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class ScalingPolicy:
     lead_s: float = 30.0
     """From the request for a worker until it takes work."""
     trend_s: float = 20.0
-    """The period over which growth is measured."""
+    """The period over which growth is measured and over which what waits is averaged."""
     hold_s: float = 300.0
     """A pool keeps the most that it needed within this period, so that it does not shrink between
     two bursts."""
@@ -69,9 +74,10 @@ class PrefillSignals:
     """Work of the prefill pool, in seconds of one worker's time."""
 
     arrived_s: float
-    """All prefill work that ever arrived."""
+    """All prefill work that ever arrived, refused work included."""
     queued_s: float
-    """The work that waits, in routers and on workers."""
+    """The work that waits on prefill workers and, unless the decode pool is full, in routers: what
+    waits for decode would not start sooner with more prefill workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,20 @@ class DecodeSignals:
     """Positions that one worker holds."""
     places: int = 0
     """Most sequences that one worker runs; 0: no limit."""
+    workers: int = 1
+    """That serve."""
+    placed: float = 0.0
+    """Requests that ever got workers."""
+    refused: float = 0.0
+    """Requests that were ever refused for lack of capacity."""
+    waiting: float = 0.0
+    """Requests that wait in routers for workers."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether requests wait for this pool."""
+        rows, positions = (FULL * self.workers * most for most in (self.places, self.room))
+        return 0 < rows <= self.rows or 0 < positions <= self.positions
 
 
 class ScalingRule:
@@ -95,7 +115,12 @@ class ScalingRule:
 
     def __init__(self, policy: ScalingPolicy, prefill: Bounds, decode: Bounds) -> None:
         self._policy = policy
-        self._arrived, self._positions, self._rows = (Trend(policy.trend_s) for _ in range(3))
+        self._arrived, self._positions, self._rows, self._placed, self._refused = (
+            Trend(policy.trend_s) for _ in range(5)
+        )
+        self._queued, self._waiting = Mean(policy.trend_s), Mean(policy.trend_s)
+        self._rows_each: float | None = None
+        """Running sequences for each request that was placed within the period; None: unknown."""
         self._prefill = _Held(prefill, policy.hold_s)
         self._decode = _Held(decode, policy.hold_s)
 
@@ -104,15 +129,19 @@ class ScalingRule:
         target."""
         policy = self._policy
         coming = max(0.0, self._arrived.per_second(now, signals.arrived_s))
-        need = coming / policy.busy + signals.queued_s / policy.first_token_s
-        return self._prefill.target(now, need)
+        queued_s = self._queued.of(now, signals.queued_s)
+        return self._prefill.target(now, coming / policy.busy + queued_s / policy.first_token_s)
 
     def decode(self, now: float, signals: DecodeSignals) -> int:
         """Returns the workers for the KV and the step time that are predicted for when a worker
-        that is requested now has started."""
+        that is requested now has started, with all requests that wait or are refused now."""
         policy, speed = self._policy, signals.speed
+        missing = self._missing(now, signals)
         positions = self._foreseen(self._positions, now, signals.positions)
         rows = self._foreseen(self._rows, now, signals.rows)
+        if signals.rows:
+            positions += missing * signals.positions / signals.rows
+            rows += missing
         needs = [positions / (policy.busy * signals.room) if signals.room else 0.0]
         if signals.places:
             needs.append(rows / (policy.busy * signals.places))
@@ -122,6 +151,21 @@ class ScalingRule:
             left_s = policy.between_tokens_s - speed.step_s
             needs.append(work_s / left_s if left_s > 0.0 else inf)
         return self._decode.target(now, max(needs))
+
+    def _missing(self, now: float, signals: DecodeSignals) -> float:
+        """Returns the sequences that would run besides if no request waited or were refused.
+
+        By Little's law a request adds as many, on average, as run for each request that is placed
+        in the same period; and never more than itself. So requests that wait for prefill add the
+        little that they will be on decode, and those that wait for decode add all of it.
+        """
+        period_s = self._policy.trend_s
+        placed = period_s * max(0.0, self._placed.per_second(now, signals.placed))
+        refused = period_s * max(0.0, self._refused.per_second(now, signals.refused))
+        if placed:
+            self._rows_each = min(1.0, signals.rows / placed)
+        each = float(signals.is_full) if self._rows_each is None else self._rows_each
+        return each * (self._waiting.of(now, signals.waiting) + refused)
 
     def _foreseen(self, trend: Trend, now: float, value: float) -> float:
         return value + self._policy.lead_s * max(0.0, trend.per_second(now, value))
@@ -142,6 +186,22 @@ class Trend:
             known.popleft()
         then, before = known[0]
         return (value - before) / (now - then) if now > then else 0.0
+
+
+class Mean:
+    """The mean of a value over the readings of the last `over_s` seconds."""
+
+    def __init__(self, over_s: float) -> None:
+        self._over_s = over_s
+        self._known: deque[tuple[float, float]] = deque()
+
+    def of(self, now: float, value: float) -> float:
+        """Returns the mean with this reading. now: not before the last call's."""
+        known = self._known
+        known.append((now, value))
+        while known[0][0] < now - self._over_s:
+            known.popleft()
+        return fmean(value for _, value in known)
 
 
 class _Held:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 
 from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerSpeed
@@ -20,7 +21,7 @@ from batonlm.core.routing.scaling import (
     ScalingRule,
 )
 from batonlm.router.config import RouterConfig
-from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.metrics import Arrived, RouterMetrics
 from batonlm.router.request.pipeline import Pipeline
 from batonlm.router.workers.discovery import Replicas
 from batonlm.router.workers.fleet import Fleet
@@ -66,7 +67,7 @@ STANDBYS = Spec(
 POOL_TARGETS = Spec(
     "baton_pool_target_workers",
     "How many workers the rule of core/scaling asks for, by what this router sees.",
-    ("role",),
+    ("model", "role"),
 )
 
 Readers = dict[Spec, GaugeReader]
@@ -187,6 +188,10 @@ MOST = 1000
 PROMPT = 1024
 """Prompt tokens from which the time per token is computed."""
 
+HOLD_S = 60.0
+"""A target stays for so long, so that none is missed between two scrapes. For how long a pool then
+keeps its size is its autoscaler's to say."""
+
 Snapshots = Callable[[], Sequence[WorkerSnapshot]]
 
 
@@ -202,26 +207,26 @@ def pool_targets(
         config.target_first_token_ms / 1000,
         config.target_between_tokens_ms / 1000,
         lead_s=config.target_startup_s,
-        # The autoscaler keeps a pool's past needs itself.
-        hold_s=0.0,
+        hold_s=HOLD_S,
     )
     return PoolTargets(
         policy,
         fleet.prefills.snapshots,
         fleet.decodes.snapshots,
-        lambda: (entry.item.input_tokens for entry in pipeline.gate.queue),
-        lambda: metrics.num_prompt_tokens,
+        lambda: ((entry.item.kind[0], entry.item.input_tokens) for entry in pipeline.gate.queue),
+        metrics.arrived,
         replicas.live_replicas,
         monotonic,
     )
 
 
 class PoolTargets:
-    """The workers of each pool that `ScalingRule` wants, from what this router sees.
+    """The workers of each pool that `ScalingRule` wants for each model, from what this router sees.
 
     It starts and stops no worker; an autoscaler (an HPA, KEDA) does. It samples whenever it is
-    read, so it must be read regularly to see growth. Every other router is assumed to receive, and
-    to have waiting, as much as this one; workers report what they hold.
+    read, so it must be read regularly to see growth. Every other router is assumed to receive, to
+    have waiting and to refuse as much as this one; workers report what they hold. Refused requests
+    are taken to be like those that were accepted last.
     """
 
     def __init__(
@@ -229,40 +234,112 @@ class PoolTargets:
         policy: ScalingPolicy,
         prefills: Snapshots,
         decodes: Snapshots,
-        waiting: Callable[[], Iterable[int]],
-        arrived: Callable[[], float],
+        waiting: Callable[[], Iterable[tuple[str, int]]],
+        arrived: Arrived,
         routers: Callable[[], int],
         now: Callable[[], float],
     ) -> None:
-        """waiting: input tokens of each attempt that waits here. arrived: prompt tokens so far.
-        routers: the number of live routers. now: in seconds, monotonic."""
-        self._rule = ScalingRule(policy, Bounds(0, MOST), Bounds(1, MOST))
+        """waiting: model and input tokens of each attempt that waits here. routers: the number of
+        live routers. now: in seconds, monotonic."""
+        self._policy = policy
         self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
         self._arrived, self._routers, self._now = arrived, routers, now
-        self._arrived_tokens = arrived()
-        self._arrived_s = 0.0
+        self._refused = arrived.refused
+        self._models: dict[str, _ModelTargets] = {}
 
     def read(self) -> dict[tuple[str, ...], float]:
-        """Returns the targets by pool, without pools about which nothing is known yet."""
-        now, prefills, decodes = self._now(), self._prefills(), self._decodes()
+        """Returns the targets by model and role, without pools about which nothing is known yet.
+        Models without workers are forgotten."""
+        now, routers = self._now(), self._routers()
+        prefills, decodes = _by_model(self._prefills()), _by_model(self._decodes())
+        waiting: dict[str, list[int]] = {}
+        for model, tokens in self._waiting():
+            waiting.setdefault(model, []).append(tokens)
+        names = sorted(prefills.keys() | decodes.keys())
+        self._models = {
+            name: self._models.get(name) or _ModelTargets(self._policy, self._arrived, name)
+            for name in names
+        }
+        came = {name: one.accepted(self._arrived) for name, one in self._models.items()}
+        refused, self._refused = self._arrived.refused - self._refused, self._arrived.refused
+        # Whoever is refused unread names no model: refusals are shared out as requests are.
+        total = sum(came.values())
         found: dict[tuple[str, ...], float] = {}
+        for name, one in self._models.items():
+            share = came[name] / total if total else 1 / len(names)
+            one.refuse(refused * share)
+            targets = one.targets(
+                now, routers, prefills.get(name, []), decodes.get(name, []), waiting.get(name, [])
+            )
+            found |= {(name, role): float(target) for role, target in targets.items()}
+        return found
+
+
+class _ModelTargets:
+    """The targets of one model's pools. Counts are this router's, until `targets` multiplies them."""
+
+    def __init__(self, policy: ScalingPolicy, arrived: Arrived, model: str) -> None:
+        self._model = model
+        self._rule = ScalingRule(policy, Bounds(0, MOST), Bounds(1, MOST))
+        self._requests = arrived.requests[model]
+        self._tokens = arrived.prompt_tokens[model]
+        self._new_tokens = self._mean_tokens = 0.0
+        self._refused = self._placed = self._arrived_s = 0.0
+        self._counted_placed = arrived.placed[model]
+
+    def accepted(self, arrived: Arrived) -> int:
+        """Takes what was accepted and placed since the last call; returns the number of accepted
+        requests."""
+        requests, tokens = arrived.requests[self._model], arrived.prompt_tokens[self._model]
+        came, self._new_tokens = requests - self._requests, float(tokens - self._tokens)
+        if came:
+            self._mean_tokens = self._new_tokens / came
+        self._requests, self._tokens = requests, tokens
+        self._placed = arrived.placed[self._model] - self._counted_placed
+        return came
+
+    def refuse(self, requests: float) -> None:
+        """Adds requests that were refused meanwhile."""
+        self._refused += requests
+        self._new_tokens += requests * self._mean_tokens
+
+    def targets(
+        self,
+        now: float,
+        routers: int,
+        prefills: Sequence[WorkerSnapshot],
+        decodes: Sequence[WorkerSnapshot],
+        waiting: Sequence[int],
+    ) -> dict[str, int]:
+        """waiting: input tokens of each attempt that waits in this router."""
+        found: dict[str, int] = {}
+        signals: DecodeSignals | None = None
+        if decodes:
+            signals = replace(
+                _decode(decodes),
+                placed=routers * self._placed,
+                refused=routers * self._refused,
+                waiting=routers * len(waiting),
+            )
+            found["decode"] = self._rule.decode(now, signals)
         # Without a prefill worker, decode workers know how long prompts take.
         speed = _speed(prefills) or _speed(decodes)
         if speed is not None:
-            found["prefill",] = float(self._rule.prefill(now, self._prefill(prefills, speed)))
-        if decodes:
-            found["decode",] = float(self._rule.decode(now, _decode(decodes)))
+            held = [] if signals is not None and signals.is_full else waiting
+            queued = routers * sum(held) + sum(one.load.waiting_tokens for one in prefills)
+            prompts = routers * len(held) + sum(one.load.waiting_sequences for one in prefills)
+            self._arrived_s += routers * self._new_tokens * speed.queue_s(PROMPT, 1) / PROMPT
+            self._new_tokens = 0.0
+            prefill = PrefillSignals(self._arrived_s, speed.queue_s(queued, prompts))
+            found["prefill"] = self._rule.prefill(now, prefill)
         return found
 
-    def _prefill(self, workers: Sequence[WorkerSnapshot], speed: WorkerSpeed) -> PrefillSignals:
-        routers, tokens = self._routers(), self._arrived()
-        came = routers * (tokens - self._arrived_tokens)
-        self._arrived_tokens = tokens
-        self._arrived_s += came * speed.queue_s(PROMPT, 1) / PROMPT
-        waiting = list(self._waiting())
-        queued = routers * sum(waiting) + sum(one.load.waiting_tokens for one in workers)
-        prompts = routers * len(waiting) + sum(one.load.waiting_sequences for one in workers)
-        return PrefillSignals(self._arrived_s, speed.queue_s(queued, prompts))
+
+def _by_model(workers: Sequence[WorkerSnapshot]) -> dict[str, list[WorkerSnapshot]]:
+    found: dict[str, list[WorkerSnapshot]] = {}
+    for one in workers:
+        found.setdefault(one.model.name, []).append(one)
+    return found
 
 
 def _speed(workers: Sequence[WorkerSnapshot]) -> WorkerSpeed | None:
@@ -281,4 +358,5 @@ def _decode(workers: Sequence[WorkerSnapshot]) -> DecodeSignals:
         known[len(known) // 2],
         min(one.num_blocks * one.block_size for one in workers),
         min(one.max_sequences for one in workers),
+        len(workers),
     )

@@ -9,8 +9,9 @@ still change, and all of their metric names are in this file.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
@@ -114,6 +115,27 @@ OTHER_TENANTS = "(other)"
 MAX_TENANTS."""
 
 
+FOR_CAPACITY = frozenset(
+    (Limit.REQUESTS, Limit.TOKENS, Limit.QUEUE, Limit.WAIT, Limit.KV, Limit.DEADLINE)
+)
+"""Limits that more workers would raise. Those of a tenant and of bytes being read they would not.
+"""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What has come to this router so far; counters by model name."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """Accepted ones."""
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Of accepted requests."""
+    placed: Counter[str] = field(default_factory=Counter)
+    """Requests that got workers."""
+    refused: int = 0
+    """Requests refused for lack of capacity, most of them before their model is known."""
+
+
 class RouterMetrics:
     """The metrics of one router process, and those of its requests under OpenTelemetry's and vLLM's
     names too."""
@@ -124,8 +146,7 @@ class RouterMetrics:
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)
         """By model name."""
-        self.num_prompt_tokens = 0
-        """Of accepted requests, so far."""
+        self.arrived = Arrived()
         self._refusals = counter(REFUSALS, registry)
         self._prompt_tokens = counter(PROMPT_TOKENS, registry)
         self._first_token = histogram(TIME_TO_FIRST_TOKEN, registry)
@@ -145,7 +166,12 @@ class RouterMetrics:
         self._gen_ai = _GenAiMetrics(registry)
         self._vllm = _VllmMetrics(self.between_tokens, registry)
 
+    def placed(self, model: str) -> None:
+        """An accepted request has its first workers."""
+        self.arrived.placed[model] += 1
+
     def refused(self, limit: Limit, tenant: Tenant) -> None:
+        self.arrived.refused += limit in FOR_CAPACITY
         self._refusals.labels(limit.value).inc()
         self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
 
@@ -153,7 +179,8 @@ class RouterMetrics:
         """A request's prompt is encoded and admitted."""
         self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
         self._prompt_tokens.inc(prompt_tokens)
-        self.num_prompt_tokens += prompt_tokens
+        self.arrived.requests[model] += 1
+        self.arrived.prompt_tokens[model] += prompt_tokens
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
 
     def first_token(self, tenant: Tenant, seconds: float) -> None:

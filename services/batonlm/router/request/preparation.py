@@ -137,6 +137,12 @@ class Preparation:
             min_tokens=request.min_tokens,
             traceparent=stages.trace.context.traceparent,
         )
+
+        def on_placed() -> None:
+            if not context.was_placed:
+                services.metrics.placed(model.name)
+            context.on_placed()
+
         runner = RequestRunner(
             services,
             context,
@@ -144,7 +150,7 @@ class Preparation:
             model,
             opening,
             prefix_hashes=hashes,
-            on_placed=context.on_placed,
+            on_placed=on_placed,
         )
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
         return Prepared(runner, accepted, parts)

@@ -1,7 +1,9 @@
 {{/*
-What a pool is scaled by. CPU for what computes on CPUs; for the pools that run the model what waits for them and what
-they hold: prefill by prompt tokens that wait, decode by the share of its KV blocks in use. An HPA needs an adapter
-that serves these as metrics of pods; KEDA asks Prometheus.
+What a pool is scaled by. CPU for what computes on CPUs; for the pools that run the model the number of workers that
+routers ask for (core/routing/scaling.py). A user may have plain signals besides or instead, of which the one that asks
+for most counts: prompt tokens that wait for prefill, the share of decode's KV blocks in use. An HPA takes the number
+from external.metrics.k8s.io, which the planner or an adapter serves, and plain signals from an adapter that serves
+them as metrics of pods; KEDA asks Prometheus.
 */}}
 
 {{- define "baton.hpa" -}}
@@ -26,6 +28,19 @@ spec:
         target:
           type: Utilization
           averageUtilization: {{ . }}
+    {{- end }}
+    {{- if $a.targetWorkers }}
+    - type: External
+      external:
+        metric:
+          name: baton_pool_target_workers
+          selector:
+            matchLabels:
+              role: {{ .component }}
+              service: {{ include "baton.routerMetrics" . }}
+        target:
+          type: AverageValue
+          averageValue: "1"
     {{- end }}
     {{- with $a.targetWaitingTokens }}
     - type: Pods
@@ -53,6 +68,11 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* What Prometheus' operator calls the routers of this release: the Service by which it finds them. */}}
+{{- define "baton.routerMetrics" -}}
+{{ include "baton.componentName" (dict "root" .root "component" "router") }}-metrics
 {{- end }}
 
 {{- define "baton.kvUseMetric" -}}
@@ -96,6 +116,12 @@ spec:
       metricType: Utilization
       metadata:
         value: {{ . | toString | quote }}
+    {{- end }}
+    {{- if $k.targetWorkers }}
+    {{- /* Each router speaks for all of them; while one model takes another's place, both have workers. */}}
+    {{- $series := include "baton.series" (dict "root" $.root "component" "router") | trimSuffix "}" }}
+    {{- $asked := printf "sum(max by (model) (baton_pool_target_workers%s,role=\"%s\"}))" $series $.component }}
+    {{- include "baton.prometheusTrigger" (dict "root" $.root "query" $asked "threshold" "1") | nindent 4 }}
     {{- end }}
     {{- with $k.targetWaitingTokens }}
     {{- /* What waits in routers counts, too: it is all there is while no pod runs. */}}

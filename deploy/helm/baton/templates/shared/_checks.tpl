@@ -178,8 +178,11 @@
 {{- if and $s.enabled (lt (int $s.maxReplicas) (int $s.minReplicas)) -}}
 {{- fail (printf "%s.%s.maxReplicas is %d, less than minReplicas, which is %d." $.component . (int $s.maxReplicas) (int $s.minReplicas)) -}}
 {{- end -}}
-{{- if and $s.enabled (not (or $s.targetCPU $s.targetWaitingTokens $s.targetKvUse $s.metrics $s.triggers)) -}}
+{{- if and $s.enabled (not (or $s.targetCPU $s.targetWorkers $s.targetWaitingTokens $s.targetKvUse $s.metrics $s.triggers)) -}}
 {{- fail (printf "%s.%s.enabled needs something to scale by: no target is above 0, and no metric of your own is given." $.component .) -}}
+{{- end -}}
+{{- if and $s.enabled $s.targetWorkers (hasKey $.root.Values.router.config "target_first_token_ms") (not $.root.Values.router.config.target_first_token_ms) -}}
+{{- fail (printf "%s.%s.targetWorkers needs router.config.target_first_token_ms above 0: with 0 routers ask for no number of workers." $.component .) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}
