@@ -2,8 +2,8 @@
 
 In: signals of the fleet, and the time. Out: a number of workers per pool.
 
-The rule uses what binds, and early: waiting prompt tokens are work still to be done, growing KV shows
-what decode will hold once a worker that is requested now has started, and requests that were
+The rule uses what binds, and early: waiting prompt tokens are work still to be done, growing KV
+shows what decode will hold once a worker that is requested now has started, and requests that were
 refused would run if there were workers. Utilization shows none of these: decode is as busy with
 one sequence as with a hundred, and a pool whose work is refused looks as it does at its limit.
 """

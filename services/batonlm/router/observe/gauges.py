@@ -276,7 +276,7 @@ class PoolTargets:
 
 
 class _ModelTargets:
-    """The targets of one model's pools. Counts are this router's, until `targets` multiplies them."""
+    """The targets of one model's pools. Counts are of this router until `targets` multiplies."""
 
     def __init__(self, policy: ScalingPolicy, arrived: Arrived, model: str) -> None:
         self._model = model
