@@ -117,10 +117,23 @@ def test_a_dashboard_asks_for_metrics_that_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_a_dashboard_is_about_the_release_that_is_chosen(path: Path) -> None:
+    """Where nothing adds the label, "All" is what has none."""
+    dashboard = json.loads(path.read_text())
+    (release,) = [v for v in dashboard["templating"]["list"] if v["name"] == "release"]
+    assert release["allValue"] == ".*"
+    for expression in expressions(dashboard):
+        if not expression.startswith("label_values("):
+            selectors = re.findall(r"\{[^}]*\}", expression)
+            chosen = 'namespace="$namespace",release=~"$release"'
+            assert selectors and all(chosen in each for each in selectors), expression
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_a_dashboard_asks_for_labels_that_exist(path: Path) -> None:
     known = exported()
     for expression in expressions(json.loads(path.read_text())):
-        allowed = labels_of(expression, known) | {"namespace", "pod", "le"}
+        allowed = labels_of(expression, known) | {"namespace", "release", "pod", "le"}
         assert labels_in(expression) <= allowed, expression
 
 

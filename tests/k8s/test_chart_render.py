@@ -451,10 +451,35 @@ def test_a_parent_chart_can_leave_it_out(tmp_path: Path, wanted: bool) -> None:
     assert ("kind: Deployment" in text) is wanted
 
 
-def test_alerts_and_dashboards_are_the_files_as_they_are() -> None:
+def test_alerts_are_the_files_about_this_release() -> None:
     """Both hold braces that helm must not take for its own."""
     (rule,) = of_kind(rendered(EVERYTHING), "PrometheusRule").values()
-    assert rule["spec"] == yaml.safe_load((CHART / "files/alerts.yaml").read_text())
+    text = (CHART / "files/alerts.yaml").read_text()
+    own = text.replace('namespace=~".+"', 'namespace="chart",release="try"')
+    assert own != text and rule["spec"] == yaml.safe_load(own)
+    for monitor in of_kind(rendered(EVERYTHING), "ServiceMonitor").values():
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["relabelings"] == [{"targetLabel": "release", "replacement": "try"}]
+    (monitor,) = of_kind(rendered(CHART / "ci/cert-manager-values.yaml"), "PodMonitor").values()
+    assert monitor["spec"]["podMetricsEndpoints"][0]["relabelings"][0]["replacement"] == "try"
+
+
+def test_alerts_have_thresholds_and_addresses_of_ones_own() -> None:
+    sets = (
+        "alerts.thresholds.firstTokenSeconds=9",
+        "alerts.thresholds.kvUse=1",
+        "alerts.runbooks=https://wiki.example/baton/",
+    )
+    (rule,) = of_kind(render(EVERYTHING, sets=sets), "PrometheusRule").values()
+    rules = {one["alert"]: one for group in rule["spec"]["groups"] for one in group["rules"]}
+    assert "> 9 # firstTokenSeconds" in rules["BatonFirstTokenSlow"]["expr"]
+    assert "> 1 # kvUse" in rules["BatonDecodeKvFull"]["expr"]
+    assert "> 0.05 # refusedShare" in rules["BatonRefuses"]["expr"]
+    for name, one in rules.items():
+        assert one["annotations"]["runbook_url"] == f"https://wiki.example/baton/{name}.md"
+
+
+def test_dashboards_are_the_files_as_they_are() -> None:
     files = {f"baton-{path.name}": path for path in CHART.glob("dashboards/*.json")}
     shown = {
         name: text

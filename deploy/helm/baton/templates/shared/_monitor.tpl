@@ -1,3 +1,9 @@
+{{/* Keeps releases of one namespace apart, in alerts and dashboards. */}}
+{{- define "baton.relabelings" -}}
+relabelings:
+  - {targetLabel: release, replacement: {{ .Release.Name }}}
+{{- end }}
+
 {{/* How Prometheus' operator finds metrics: of one component by its Service, or of all pods at once. */}}
 {{- define "baton.servicemonitor" -}}
 {{- $s := .root.Values.serviceMonitor -}}
@@ -15,5 +21,6 @@ spec:
   endpoints:
     - port: metrics
       interval: {{ $s.interval }}
+      {{- include "baton.relabelings" .root | nindent 6 }}
 {{- end }}
 {{- end }}
