@@ -31,12 +31,6 @@ from dataclasses import replace
 from importlib import import_module
 
 from batonlm.core.errors import BatonError
-from batonlm.engine.config import configure_threads
-from batonlm.rpc.config import load
-from batonlm.rpc.lifecycle import die_with_parent
-from batonlm.worker.engine import engine_config
-from batonlm.worker.hardware import settled
-from batonlm.worker.options import DecodeConfig, PrefillConfig
 
 FORK_S = 120.0
 """The longest wait for a fork. The first one waits for the imports."""
@@ -229,6 +223,9 @@ class _Pipe(asyncio.Protocol):
 
 def main() -> None:
     """Forks until the supervisor closes the socket; in a fork, runs its module."""
+    # The supervisor imports this module too, and none of what engines are made of.
+    from batonlm.rpc.lifecycle import die_with_parent
+
     die_with_parent()
     # Ctrl-C reaches all processes of a terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -293,6 +290,12 @@ def _load(words: Sequence[str]) -> None:
     Raises SystemExit where another thread runs then: a fork would not have it, and what it had
     locked would stay locked.
     """
+    from batonlm.engine.config import configure_threads
+    from batonlm.rpc.config import load
+    from batonlm.worker.engine import engine_config
+    from batonlm.worker.hardware import settled
+    from batonlm.worker.options import DecodeConfig, PrefillConfig
+
     module, *flags = words
     config = PrefillConfig if module.endswith("prefill") else DecodeConfig
     # Without a device nothing looks for GPUs, whose libraries do not survive a fork.
