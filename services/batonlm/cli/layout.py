@@ -13,11 +13,10 @@ from pathlib import Path
 from batonlm.cli.forks import AVAILABLE
 from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
-from batonlm.cli.precision import Precision, choose, cpu_flags, read_weights
+from batonlm.cli.precision import Precision, choose_here
 from batonlm.cli.throwaway_ca import ThrowawayCa
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import MIB
-from batonlm.engine.memory import host_free_bytes
 from batonlm.rpc.address import check_listen, is_loopback, join
 from batonlm.worker.hardware import GPU_SHARE, usable_gpus
 
@@ -194,14 +193,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         if not num_gpus and (sys.platform == "linux" or not options.kv_memory_mib):
             # Fixed once for all, from the free memory before the first one starts, so that a
             # restarted worker has the same pool and the same longest sequence as before.
-            chosen = choose(
-                read_weights(model),
-                engines,
-                host_free_bytes(),
-                dtype=options.dtype,
-                quantize=options.quantize,
-                threads=threads,
-                cpu=cpu_flags(),
+            chosen = choose_here(
+                model, engines, dtype=options.dtype, quantize=options.quantize, threads=threads
             )
             precision, note = chosen.precision, chosen.words
             if not options.kv_memory_mib:
