@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from batonlm.core.request.model import KvLayout
+from batonlm.core.request.model import SCALED_FP8, KvLayout
 from batonlm.engine.attention.triton import copies
-from batonlm.engine.kv.cache import BlockCache
+from batonlm.engine.kv.cache import BlockCache, Heads, parts_of
 from tests.engine.devices import CUDA, INTERPRETER
 
 CPU = torch.device("cpu")
@@ -62,3 +64,39 @@ def test_the_wire_is_filled_and_emptied_as_by_torch(
     plain.scatter(table, 3, count, fresh)
     copies.transfer(kernel.keys, kernel.values, places, fresh.to(device), packing=False)
     assert torch.equal(kernel.storage.cpu(), plain.storage)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize(
+    ("dtype", "value_size"), [("float32", 16), ("float32", 0), (SCALED_FP8, 16)]
+)
+def test_heads_among_others_are_those_of_the_wire(dtype: str, value_size: int, device: str) -> None:
+    """A rank's part of a payload over all heads; what is of others stays."""
+    layout, among, count = KvLayout("d", dtype, 3, 2, 24, value_size), Heads(3, 6), 20
+    plain, kernel = (
+        BlockCache(layout, 6, 16, torch.device(where), kernels=kernels)
+        for where, kernels in (("cpu", False), (device, True))
+    )
+    stored = torch.randint(0, 100, plain.storage.view(torch.uint8).shape, dtype=torch.uint8)
+    for cache in (plain, kernel):
+        cache.storage.view(torch.uint8).copy_(stored)
+    table = ((4, 1), (0, 1))
+    whole = replace(layout, num_kv_heads=among.of)
+    wire = torch.randint(0, 100, (count * whole.bytes_per_position,), dtype=torch.uint8)
+    wire = wire.view(plain.storage.dtype)
+    for packing in (True, False):
+        given, taken = wire.clone(), wire.clone().to(device)
+        plain.transfer(table, 3, count, given, among, packing=packing)
+        kernel.transfer(table, 3, count, taken, among, packing=packing)
+        assert torch.equal(taken.cpu().view(torch.uint8), given.view(torch.uint8))
+        assert torch.equal(given, wire) is not packing
+        assert torch.equal(kernel.storage.cpu(), plain.storage)
+    for part, own in zip(
+        parts_of(whole, count, given), parts_of(layout, count, given, among), strict=True
+    ):
+        assert torch.equal(part[:, :, 3:5], own)
+    assert torch.equal(plain.gather(table, 3, count), _flat(parts_of(layout, count, given, among)))
+
+
+def _flat(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.cat([part.reshape(part.shape[0], -1) for part in parts], 1).view(-1)

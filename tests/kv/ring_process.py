@@ -42,7 +42,7 @@ def main() -> None:
     description = {
         "instance_id": instance_id,
         "metadata": transport.metadata().hex(),
-        "base_address": ring.base_address,
+        "base_address": ring.memory.regions[0].address,
     }
     print(json.dumps(description), flush=True)
     sys.stdin.read()

@@ -176,7 +176,7 @@ class Guarded:
             self.ring = WatchedRing(num_buffers, buffer_bytes, make(size))
             self.below = mmap.mmap(-1, size)
             self.adjacent = sum(
-                _address(guard) - self.ring.base_address == distance
+                _address(guard) - self.ring.memory.regions[0].address == distance
                 for guard, distance in zip(self._guards, (size, -size), strict=True)
             )
             if self.adjacent == 2:

@@ -34,7 +34,7 @@ def give() -> int:
         ring.view(0)[:] = payload
         description = {
             "metadata": base64.b64encode(transport.metadata()).decode(),
-            "base_address": ring.base_address,
+            "base_address": ring.memory.regions[0].address,
             "digest": hashlib.sha256(payload).hexdigest(),
         }
         print(json.dumps(description), flush=True)

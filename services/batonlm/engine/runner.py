@@ -192,10 +192,12 @@ class TorchRunner:
         step, moved = self._running.popleft()
         return moved.applied_to(step.result())
 
-    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+    def staging_memory(self, num_buffers: int, buffer_bytes: int) -> StagingMemory | None:
         # The device's digest is of whole words.
         whole = self.layout.bytes_per_position % WORD_BYTES == 0
-        return DeviceStaging(self.memory.device, num_bytes) if self.on_device and whole else None
+        if not self.on_device or not whole:
+            return None
+        return DeviceStaging(self.memory.device, num_buffers * buffer_bytes)
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         return pin(address, num_bytes) if self.on_device else lambda: None

@@ -227,7 +227,7 @@ class FakeRunner:
     def on_device(self) -> bool:
         return False
 
-    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
+    def staging_memory(self, num_buffers: int, buffer_bytes: int) -> StagingMemory | None:
         return None
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:

@@ -22,7 +22,13 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from batonlm.transfer.staging import ReadState, StagingPool, TransportError, check_range
+from batonlm.transfer.staging import (
+    ReadState,
+    StagingPool,
+    TransportError,
+    check_range,
+    place_of,
+)
 from batonlm.transfer.ucx import Ucx
 from batonlm.v1 import handover_pb2 as pb
 
@@ -70,9 +76,9 @@ class NixlTransport:
             config.syncMode = self._nixl.NIXL_THREAD_SYNC_NONE
             self._agent: Any = self._nixl.nixlAgent(instance_id, config)
             self._agent.createBackend("UCX", {"ucx_error_handling_mode": ucx.error_handling})
-            size, memory = ring.num_buffers * ring.buffer_bytes, ring.memory
+            memory = ring.memory
             self._region: Any = self._nixl.nixlRegDList(
-                self._segment(memory.kind), [(memory.address, size, memory.device_id, "")]
+                self._segment(memory.kind), [(*region, "") for region in memory.regions]
             )
             self._agent.registerMem(self._region, [])
         except Exception as error:
@@ -151,9 +157,9 @@ class NixlTransport:
             read.state = ReadState.FAILED
 
     def _descriptor(self, ring: pb.StagingPoolDescription, buffer: int, num_bytes: int) -> Any:
-        address = ring.base_address + buffer * ring.buffer_bytes
+        address, device_id = place_of(ring, buffer)
         return self._nixl.nixlXferDList(
-            self._segment(ring.memory_kind), [(address, num_bytes, ring.device_id)]
+            self._segment(ring.memory_kind), [(address, num_bytes, device_id)]
         )
 
     def _segment(self, kind: str) -> Any:

@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from batonlm.core.errors import Overloaded
 from batonlm.core.handover.leaf_hash import Points
 from batonlm.core.handover.table import BufferEvent, BufferState, follow_buffer
-from batonlm.core.scheduler.plan import KvPayload, StagingMemory, in_host
+from batonlm.core.scheduler.plan import KvPayload, MemoryRegion, StagingMemory, in_host
 from batonlm.transfer.leaf_hash import leaf_hashes
 from batonlm.v1 import handover_pb2 as pb
 
@@ -74,7 +74,7 @@ class HostMemory:
     is gone when the last of them is, however that one ended.
     """
 
-    in_host, kind, device_id = True, "DRAM", 0
+    in_host, kind = True, "DRAM"
 
     def __init__(self, num_bytes: int) -> None:
         self.fd = os.memfd_create("baton-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -83,6 +83,10 @@ class HostMemory:
         self._memory = mmap.mmap(self.fd, num_bytes)
         self.num_bytes = num_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @property
+    def regions(self) -> tuple[MemoryRegion]:
+        return (MemoryRegion(self.address, self.num_bytes, 0),)
 
     def part(self, start: int, num_bytes: int) -> memoryview:
         return memoryview(self._memory)[start : start + num_bytes]
@@ -123,7 +127,7 @@ class StagingPool:
         self.share = max(2, num_buffers // 2)
         self.memory = memory or HostMemory(num_buffers * buffer_bytes)
         self._views = [self.memory.part(i * buffer_bytes, buffer_bytes) for i in range(num_buffers)]
-        self._free = list(reversed(range(num_buffers)))
+        self._free = deque(reversed(range(num_buffers)))
         self._orphaned = 0
         self.exhausted_event = asyncio.Event()
         """Set once the pool is exhausted, and never cleared, even if buffers come back. A worker
@@ -135,10 +139,6 @@ class StagingPool:
         self.no_orphaned.set()
         self._held_by: Counter[str] = Counter()
         self._waiting: deque[tuple[str, asyncio.Future[StagingBuffer]]] = deque()
-
-    @property
-    def base_address(self) -> int:
-        return self.memory.address
 
     @property
     def num_free(self) -> int:
@@ -154,13 +154,20 @@ class StagingPool:
         return self._orphaned * 4 > self.num_buffers
 
     def describe(self) -> pb.StagingPoolDescription:
-        return pb.StagingPoolDescription(
-            base_address=self.base_address,
+        made = pb.StagingPoolDescription(
             buffer_bytes=self.buffer_bytes,
             num_buffers=self.num_buffers,
-            device_id=self.memory.device_id,
             memory_kind=self.memory.kind,
         )
+        first, *others = self.memory.regions
+        if others:
+            # Without an address of the whole, so that a peer that knows of no regions finds
+            # nothing, instead of a wrong buffer.
+            for address, _, device_id in self.memory.regions:
+                made.regions.add(base_address=address, device_id=device_id)
+        else:
+            made.base_address, made.device_id = first.address, first.device_id
+        return made
 
     def view(self, index: int) -> Any:
         """A buffer's memory, a KvPayload, whoever owns it."""
@@ -170,8 +177,10 @@ class StagingPool:
         """A free buffer for work with `peer`; None without one or when the peer has its share."""
         if not self._free or self._held_by[peer] >= self.share:
             return None
-        # The one that came back last: it is still in a cache.
-        index = self._free.pop()
+        # In the host, the one that came back last: it is still in a cache. Of several devices each
+        # in turn, so that all their links to the network carry some.
+        several = len(self.memory.regions) > 1
+        index = self._free.popleft() if several else self._free.pop()
         self._held_by[peer] += 1
         return StagingBuffer(self, index, peer, self._views[index])
 
@@ -277,6 +286,15 @@ class KvTransport(Protocol):
 
     def close(self) -> None:
         """Closes the transport. Only when no read is running; idempotent."""
+
+
+def place_of(ring: pb.StagingPoolDescription, buffer: int) -> tuple[int, int]:
+    """A buffer's address and its device's id. Buffers are dealt out to regions in turn."""
+    if not ring.regions:
+        return ring.base_address + buffer * ring.buffer_bytes, ring.device_id
+    row, number = divmod(buffer, len(ring.regions))
+    region = ring.regions[number]
+    return region.base_address + row * ring.buffer_bytes, region.device_id
 
 
 def check_range(

@@ -148,6 +148,7 @@ class StagingPoolDescription(_message.Message):
     NUM_BUFFERS_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     MEMORY_KIND_FIELD_NUMBER: _builtins.int
+    REGIONS_FIELD_NUMBER: _builtins.int
     base_address: _builtins.int
     """Address of buffer 0 in the sender's memory."""
     buffer_bytes: _builtins.int
@@ -158,6 +159,12 @@ class StagingPoolDescription(_message.Message):
     """NIXL device id of the memory."""
     memory_kind: _builtins.str
     """NIXL memory kind: DRAM or VRAM."""
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___StagingRegion]:
+        """Where the pool lies in n devices: buffer i is the (i div n)-th of region i mod n. Then base_address and device_id
+        mean nothing.
+        """
+
     def __init__(
         self,
         *,
@@ -166,14 +173,41 @@ class StagingPoolDescription(_message.Message):
         num_buffers: _builtins.int = ...,
         device_id: _builtins.int = ...,
         memory_kind: _builtins.str = ...,
+        regions: _abc.Iterable[Global___StagingRegion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "buffer_bytes", b"buffer_bytes", "device_id", b"device_id", "memory_kind", b"memory_kind", "num_buffers", b"num_buffers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "buffer_bytes", b"buffer_bytes", "device_id", b"device_id", "memory_kind", b"memory_kind", "num_buffers", b"num_buffers", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StagingPoolDescription: _TypeAlias = StagingPoolDescription  # noqa: Y015
+
+@_typing.final
+class StagingRegion(_message.Message):
+    """Staging memory of one device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_ADDRESS_FIELD_NUMBER: _builtins.int
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    base_address: _builtins.int
+    """Address of its first buffer in the sender's memory."""
+    device_id: _builtins.int
+    """NIXL device id of the memory."""
+    def __init__(
+        self,
+        *,
+        base_address: _builtins.int = ...,
+        device_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_address", b"base_address", "device_id", b"device_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagingRegion: _TypeAlias = StagingRegion  # noqa: Y015
 
 @_typing.final
 class CollectRequest(_message.Message):

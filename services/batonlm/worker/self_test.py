@@ -77,10 +77,11 @@ class KvSelfTest:
         # and is no part of a probe's time.
         scratch = memoryview(bytearray(len(self._pattern)))
         await self._pack(0, self._positions, scratch)
-        memory = self._staging.ring.memory
-        if not memory.in_host:
-            part = memory.part(0, LEAF_BYTES)
-            await asyncio.to_thread(memory.leaf_hashes, part, points_of(bytes(HANDOVER_ID_BYTES)))
+        ring = self._staging.ring
+        for number in range(0 if ring.memory.in_host else len(ring.memory.regions)):
+            # Each device's own.
+            part, points = ring.view(number)[:LEAF_BYTES], points_of(bytes(HANDOVER_ID_BYTES))
+            await asyncio.to_thread(ring.memory.leaf_hashes, part, points)
         for name in self._staging.names:
             try:
                 await self._probe(name, through_engine=True)
@@ -182,7 +183,7 @@ async def probe_self(
     """Moves one KV chunk within this worker's staging pool, as if between two workers.
 
     Packs, seals, reads over the transport `name`, verifies and unpacks num_positions: all that can
-    be tested without a peer.
+    be tested without a peer. A pool in several devices has it read into and out of each of them.
 
     pack and unpack raise BatonError for a fault that they find. Raises Unavailable with what does
     not work.
@@ -195,19 +196,25 @@ async def probe_self(
     buffers: list[StagingBuffer] = []
     try:
         async with asyncio.timeout(READ_S):
-            for _ in range(2):
-                buffers.append(await ring.wait(me.instance_id))
-            source, landing = buffers
+            source = await ring.wait(me.instance_id)
+            buffers.append(source)
             await to_end(pack(0, num_positions, source.view[HEADER_BYTES:size]))
             await asyncio.to_thread(sealer.seal, header, source.view)
-            await reader.add_peer(me.instance_id, reader.metadata, ring.describe())
-            try:
-                await reader.read(me.instance_id, source.index, landing, size, READ_S)
-            finally:
-                await reader.remove_peer(me.instance_id)
-            if wrong := await asyncio.to_thread(sealer.mismatch, header, landing.view):
-                raise Unavailable(f"its {wrong} did not arrive as it was sent")
-            await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))
+            # Buffers of several devices come in turn.
+            for _ in ring.memory.regions:
+                landing = await ring.wait(me.instance_id)
+                buffers.append(landing)
+                await reader.add_peer(me.instance_id, reader.metadata, ring.describe())
+                try:
+                    await reader.read(me.instance_id, source.index, landing, size, READ_S)
+                finally:
+                    await reader.remove_peer(me.instance_id)
+                if wrong := await asyncio.to_thread(sealer.mismatch, header, landing.view):
+                    raise Unavailable(f"its {wrong} did not arrive as it was sent")
+                await to_end(unpack(0, num_positions, landing.view[HEADER_BYTES:size]))
+                buffers.remove(source)
+                source.release()
+                source = landing
     except TimeoutError:
         raise Unavailable("a KV chunk to ourselves takes too long") from None
     except TransportError as error:

@@ -89,7 +89,7 @@ async def open_staging(
 
     if _wants_device(options, ucx, runner):
         try:
-            memory = await engine.call(lambda loop: loop.runner.staging_memory(shape[0] * shape[1]))
+            memory = await engine.call(lambda loop: loop.runner.staging_memory(*shape))
             if memory is not None:
                 return await opened(memory)
             reason = "the device has none for this model's KV"

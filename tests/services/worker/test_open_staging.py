@@ -53,8 +53,8 @@ class OnDevice(FakeRunner):
     def on_device(self) -> bool:
         return True
 
-    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
-        return DeviceStaging(torch.device("cpu"), num_bytes)
+    def staging_memory(self, num_buffers: int, buffer_bytes: int) -> StagingMemory | None:
+        return DeviceStaging(torch.device("cpu"), num_buffers * buffer_bytes)
 
     def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         super().pack(extents, first_position, count, _in_host(out))

@@ -181,6 +181,15 @@ def in_host(payload: KvPayload) -> memoryview:
     return payload
 
 
+class MemoryRegion(NamedTuple):
+    """Memory of one device, or of the host, under one address."""
+
+    address: int
+    num_bytes: int
+    device_id: int
+    """As NIXL counts devices."""
+
+
 class StagingMemory(Protocol):
     """Memory from which staging buffers are cut, aligned to 4096 bytes. Read and written from any
     thread. `batonlm.transfer.staging.HostMemory` is the host's; a runner may have another."""
@@ -194,13 +203,12 @@ class StagingMemory(Protocol):
         """As NIXL names it: DRAM or VRAM."""
 
     @property
-    def device_id(self) -> int:
-        """As NIXL counts devices."""
+    def regions(self) -> Sequence[MemoryRegion]:
+        """Where it is: one region, or several among which buffers are dealt out, see
+        `batonlm.transfer.staging.place_of`."""
 
-    @property
-    def address(self) -> int: ...
-
-    def part(self, start: int, num_bytes: int) -> KvPayload: ...
+    def part(self, start: int, num_bytes: int) -> KvPayload:
+        """Within one buffer; they are counted as if all lay one after the other."""
 
     def read(self, part: KvPayload) -> bytes:
         """A copy of its bytes in the host."""
@@ -255,10 +263,11 @@ class ModelRunner(Protocol):
     def on_device(self) -> bool:
         """Whether KV is kept in a device's memory, and not in the host's."""
 
-    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
-        """Memory of the runner's device, from and to which KV is copied without passing the host;
-        the caller closes it. None where there is none: KV is kept in the host, or a position's
-        is not a whole number of words. Raises Unavailable when none is left."""
+    def staging_memory(self, num_buffers: int, buffer_bytes: int) -> StagingMemory | None:
+        """Memory of the runner's devices for so many buffers, from and to which KV is copied
+        without passing the host; the caller closes it before the runner. None where there is none:
+        KV is kept in the host or on several machines, or a position's is not a whole number of
+        words. Raises Unavailable when none is left, or devices do not reach each other's."""
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         """Prepares for payloads that lie in this memory of the host, which the process has mapped

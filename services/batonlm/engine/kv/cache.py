@@ -11,7 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -91,8 +93,21 @@ def part_sizes(layout: KvLayout, dtype: torch.dtype) -> tuple[int, ...]:
     return (*sizes, 1, min(1, layout.value_size)) if dtype in scaled.LARGEST else sizes
 
 
-def parts_of(layout: KvLayout, count: int, flat: torch.Tensor) -> Parts:
-    """Views of a flat payload of `count` positions, in the type in which it is held."""
+class Heads(NamedTuple):
+    """Which heads of a payload a memory has."""
+
+    first: int
+    """The first of them."""
+    of: int
+    """How many the payload has."""
+
+
+def parts_of(layout: KvLayout, count: int, flat: torch.Tensor, among: Heads | None = None) -> Parts:
+    """Views of a flat payload of `count` positions, in the type in which it is held. among: where
+    the layout's heads are among those of the payload; None: it has no others."""
+    if among is not None:
+        whole = parts_of(replace(layout, num_kv_heads=among.of), count, flat)
+        return tuple(part.narrow(2, among.first, layout.num_kv_heads) for part in whole)
     layers, heads = layout.num_layers, layout.num_kv_heads
     sizes = part_sizes(layout, flat.dtype)
     pieces = torch.split(flat.view(layers, -1), [count * heads * size for size in sizes], 1)
@@ -129,19 +144,29 @@ class KvMemory(ABC):
 
     def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         """Fastest when `out` is in the memory's device; in the host, when it is pinned."""
-        self._read(extents, first_position, count, as_tensor(self.layout, count, out))
+        wire = as_tensor(self.layout, count, out)
+        self.transfer(extents, first_position, count, wire, packing=True)
 
     def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
         """A read-only payload is copied once more."""
         if isinstance(payload, memoryview) and payload.readonly:
             payload = memoryview(bytearray(payload))
-        self._fill(extents, first_position, count, as_tensor(self.layout, count, payload))
+        wire = as_tensor(self.layout, count, payload)
+        self.transfer(extents, first_position, count, wire, packing=False)
 
     @abstractmethod
-    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None: ...
+    def transfer(
+        self,
+        extents: Extents,
+        first_position: int,
+        count: int,
+        wire: torch.Tensor,
+        among: Heads | None = None,
+        *,
+        packing: bool,
+    ) -> None:
+        """Writes KV of the positions into wire; or, unless packing, takes it from there. Returns
+        when that is done. wire: flat, of this memory's layers. among: see `parts_of`."""
 
 
 class KvCache(KvMemory):
@@ -222,16 +247,21 @@ class KvCache(KvMemory):
             stored.copy_(given)
 
     def transfer(
-        self, extents: Extents, first_position: int, wire: Parts, *, packing: bool
+        self,
+        extents: Extents,
+        first_position: int,
+        count: int,
+        wire: torch.Tensor,
+        among: Heads | None = None,
+        *,
+        packing: bool,
     ) -> None:
-        """Writes KV of the positions from first_position on into wire; or, unless packing, takes it
-        from there. wire: of any strides and in the wire's number type."""
         sizes = part_sizes(self.layout, self.keys.dtype)
+        parts = parts_of(self.layout, count, wire, among)
         done = start = length = 0
-        count = wire[0].shape[1]
         check_extents(extents, first_position + count, self.num_blocks, self.block_size)
         for start, length in spans(extents, first_position, count, self.block_size):
-            there = tuple(part.narrow(1, done, length) for part in wire)
+            there = tuple(part.narrow(1, done, length) for part in parts)
             here = tuple(
                 memory.narrow(2, start, length).narrow(-1, 0, size).transpose(1, 2)
                 for memory, size in zip(self._parts, sizes, strict=True)
@@ -242,12 +272,7 @@ class KvCache(KvMemory):
             done += length
         for memory in () if packing else self._parts:
             memory.narrow(2, start + length, -(first_position + count) % TILE).zero_()
-
-    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        self.transfer(extents, first, parts_of(self.layout, count, wire), packing=True)
-
-    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        self.transfer(extents, first, parts_of(self.layout, count, wire), packing=False)
+        settle(self.device)
 
     def _by_block(
         self, first: int, count: int, raw: torch.Tensor
@@ -365,40 +390,81 @@ class BlockCache(KvMemory):
         """A pinned raw must stay as it is until the copy is done."""
         self._bytes(first, count).copy_(raw, non_blocking=raw.is_pinned())
 
-    def gather(
-        self, extents: Extents, first_position: int, count: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gather(self, extents: Extents, first_position: int, count: int) -> torch.Tensor:
         """KV of positions in the wire's layout and dtype, flat and on the cache's device.
-
-        out: where it is written, as it is stored, by one kernel; None: in new memory.
 
         Enqueued on the current stream; the steps that wrote these positions are done.
         """
-        places = self._places(extents, first_position, count)
         elements = self.storage.shape[1] // self.block_size
-        numbers = self.storage.new_empty(count * elements) if out is None else out
-        if self._kernels is not None:
-            self._kernels.transfer(self.keys, self.values, places, numbers, packing=True)
-        else:
-            for part, memory in zip(
-                parts_of(self.layout, count, numbers), self._parts, strict=True
-            ):
-                found = memory[places // self.block_size, :, :, places % self.block_size]
-                part.copy_(found.transpose(0, 1))
+        numbers = self.storage.new_empty(count * elements)
+        self._move(extents, first_position, count, numbers, packing=True)
         return self._recoded(count, numbers, DTYPES[self.layout.dtype])
 
     def scatter(
         self, extents: Extents, first_position: int, count: int, wire: torch.Tensor
     ) -> None:
         """The inverse of gather; wire must stay as it is until the current stream is through."""
-        places = self._places(extents, first_position, count)
         numbers = self._recoded(count, wire, self.storage.dtype)
+        self._move(extents, first_position, count, numbers, packing=False)
+
+    def transfer(
+        self,
+        extents: Extents,
+        first_position: int,
+        count: int,
+        wire: torch.Tensor,
+        among: Heads | None = None,
+        *,
+        packing: bool,
+    ) -> None:
+        """By one kernel where wire is on the device and in the type of this memory. Else what is
+        one head's or several of a wire's crosses in one piece, and is spread out there."""
+        layout = self.layout
+        with self._apart():
+            if wire.device == self.device and wire.dtype == self.storage.dtype:
+                self._move(extents, first_position, count, wire, among, packing=packing)
+            elif packing:
+                found = self.gather(extents, first_position, count)
+                if among is None:
+                    wire.copy_(found, non_blocking=wire.is_pinned())
+                else:
+                    _copy(
+                        parts_of(layout, count, found.to(wire.device)),
+                        parts_of(layout, count, wire, among),
+                    )
+            else:
+                own = wire
+                if among is not None:
+                    own = wire.new_empty(wire.numel() // among.of * layout.num_kv_heads)
+                    _copy(parts_of(layout, count, wire, among), parts_of(layout, count, own))
+                there = own.to(self.device, non_blocking=own.is_pinned())
+                self.scatter(extents, first_position, count, there)
+            settle(self.device)
+
+    def _move(
+        self,
+        extents: Extents,
+        first_position: int,
+        count: int,
+        numbers: torch.Tensor,
+        among: Heads | None = None,
+        *,
+        packing: bool,
+    ) -> None:
+        """As `transfer`, on the current stream. numbers: on the device, in this memory's type."""
+        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
+        found = places_of(block_ids(extents), first_position, count, self.block_size)
+        places = torch.from_numpy(found).to(self.device)
         if self._kernels is not None:
-            self._kernels.transfer(self.keys, self.values, places, numbers, packing=False)
+            self._kernels.transfer(self.keys, self.values, places, numbers, among, packing=packing)
             return
-        for part, memory in zip(parts_of(self.layout, count, numbers), self._parts, strict=True):
-            rows = part.transpose(0, 1)
-            memory[places // self.block_size, :, :, places % self.block_size] = rows
+        blocks, offsets = places // self.block_size, places % self.block_size
+        parts = parts_of(self.layout, count, numbers, among)
+        for part, memory in zip(parts, self._parts, strict=True):
+            if packing:
+                part.copy_(memory[blocks, :, :, offsets].transpose(0, 1))
+            else:
+                memory[blocks, :, :, offsets] = part.transpose(0, 1)
 
     def _recoded(self, count: int, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A flat payload, held in another type."""
@@ -412,27 +478,13 @@ class BlockCache(KvMemory):
             taken.copy_(part)
         return target
 
-    def _read(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        with self._apart():
-            direct = wire.device == self.device and wire.dtype == self.storage.dtype
-            found = self.gather(extents, first, count, wire if direct else None)
-            if not direct:
-                wire.copy_(found, non_blocking=wire.is_pinned())
-            settle(self.device)
-
-    def _fill(self, extents: Extents, first: int, count: int, wire: torch.Tensor) -> None:
-        with self._apart():
-            there = wire.to(self.device, non_blocking=wire.is_pinned())
-            self.scatter(extents, first, count, there)
-            settle(self.device)
-
     def _apart(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bytes(self, first: int, count: int) -> torch.Tensor:
         return self.storage.narrow(0, first, count).view(torch.uint8)
 
-    def _places(self, extents: Extents, first_position: int, count: int) -> torch.Tensor:
-        check_extents(extents, first_position + count, self.num_blocks, self.block_size)
-        found = places_of(block_ids(extents), first_position, count, self.block_size)
-        return torch.from_numpy(found).to(self.device)
+
+def _copy(given: Parts, taken: Parts) -> None:
+    for source, target in zip(given, taken, strict=True):
+        target.copy_(source)

@@ -15,14 +15,16 @@ from functools import lru_cache
 
 import torch
 
-from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.errors import BatonError, Internal, InvalidArgument, Unavailable
 from batonlm.core.request.model import KvLayout
 from batonlm.core.scheduler.plan import PENDING, StepPlan
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.cuda import OpenedMemory
 from batonlm.engine.device import choose_device
 from batonlm.engine.exact import MOST
 from batonlm.engine.footprint import foresee, free_bytes, total_bytes
-from batonlm.engine.kv.cache import KvCache, Parts, as_tensor, parts_of
+from batonlm.engine.kv.cache import Heads, as_tensor
+from batonlm.engine.kv.staging import LeafHasher, tensor_at
 from batonlm.engine.loader import load
 from batonlm.engine.ranks.group import LOOPBACK, Group, Store, part_of
 from batonlm.engine.ranks.link import Link, LinkLost
@@ -31,9 +33,13 @@ from batonlm.engine.ranks.runner import (
     LOAD_S,
     STEP_S,
     Answer,
+    HashLeaves,
+    LeavesHashed,
     Loading,
+    MemoryOpened,
     Open,
     Opened,
+    OpenMemory,
     Place,
     RankRefused,
     Request,
@@ -47,7 +53,7 @@ from batonlm.engine.ranks.runner import (
     to_request,
 )
 from batonlm.engine.ranks.shards import cutting, kv_heads_of, shard_builder
-from batonlm.engine.ranks.shared import MemoryFile
+from batonlm.engine.ranks.shared import GpuMemory, MemoryFile, SharedPlace
 from batonlm.engine.runner import Alone, TorchRunner
 from batonlm.engine.sampler import LastTokens
 
@@ -106,7 +112,8 @@ class Rank:
         self._neighbours = neighbours
         self._groups: list[Group] = []
         # Two: the staging pool, and what payloads that lie elsewhere are copied through.
-        self._memory = lru_cache(maxsize=2)(MemoryFile.map)
+        self._files = lru_cache(maxsize=2)(_mapped)
+        self._opened: dict[GpuMemory, tuple[OpenedMemory, torch.Tensor]] = {}
         self._loaded = threading.Event()
 
     def serve(self, steps: Link, copies: Link) -> None:
@@ -149,8 +156,14 @@ class Rank:
                 self._runner.submit(plan)
                 return Stepped(self._runner.collect())
             case Transfer():
+                self._loaded.wait(LOAD_S)
                 self._transfer(request)
                 return Transferred()
+            case OpenMemory(memories):
+                self._loaded.wait(LOAD_S)
+                return MemoryOpened(self._open_memory(memories))
+            case HashLeaves(place, points):
+                return LeavesHashed(self._hashes(self._bytes(place), points))
 
     def _open(self, config: EngineConfig, tell: Callable[[Answer], None]) -> Opened:
         place = self._place
@@ -169,6 +182,7 @@ class Rank:
         )
         self._runner = TorchRunner.over(loaded, config, free, Together(place, world))
         self._layout = self._whole_layout(loaded.settings)
+        self._hashes = LeafHasher(device)
         self._loaded.set()
         return Opened(
             self._runner.model,
@@ -176,6 +190,7 @@ class Rank:
             self._runner.num_blocks,
             self._runner.num_swap_blocks,
             self._runner.not_exact_because,
+            self._runner.on_device,
         )
 
     def _group(self, name: str, rank: int, size: int, device: torch.device) -> Group:
@@ -186,18 +201,18 @@ class Rank:
         return group
 
     def _whole_layout(self, settings: object) -> KvLayout:
-        """Of payloads over all heads and layers; and which of them are this rank's. Raises
+        """Of payloads over all heads and layers; notes which of them are this rank's. Raises
         InvalidArgument when attention is not split as planned."""
         text = settings.get_text_config()  # type: ignore[attr-defined]
         own, place = self._runner.layout, self._place
         layers = int(text.num_hidden_layers)
         latent = not own.value_size
         # Every rank keeps the latents, and has heads that read them.
-        self._heads = (0, 1) if latent else kv_heads_of(text, place)
+        self._first_head, past_head = (0, 1) if latent else kv_heads_of(text, place)
         self._layers = layers_of(layers, place)
         planned = replace(
             own,
-            num_kv_heads=self._heads[1] - self._heads[0],
+            num_kv_heads=past_head - self._first_head,
             num_layers=self._layers[1] - self._layers[0],
         )
         if own != planned:
@@ -206,32 +221,46 @@ class Rank:
         return replace(own, num_layers=layers, num_kv_heads=1 if latent else heads)
 
     def _transfer(self, request: Transfer) -> None:
-        self._loaded.wait(LOAD_S)
-        place, count = request.place, request.count
-        payload = memoryview(self._memory(place.file))[place.offset : place.offset + place.size]
-        own = self._own_part(as_tensor(self._layout, count, payload), count)
-        memory, layout = self._runner.memory, self._runner.layout
-        if isinstance(memory, KvCache):
-            memory.transfer(request.extents, request.first_position, own, packing=request.packing)
-            return
-        # On a GPU a rank's part crosses in one piece.
-        whole = bytearray(count * layout.bytes_per_position)
-        parts = parts_of(layout, count, as_tensor(layout, count, memoryview(whole)))
-        if request.packing:
-            memory.pack(request.extents, request.first_position, count, memoryview(whole))
-        for here, there in zip(parts, own, strict=True):
-            (there if request.packing else here).copy_(here if request.packing else there)
-        if not request.packing:
-            memory.unpack(request.extents, request.first_position, count, memoryview(whole))
-
-    def _own_part(self, payload: torch.Tensor, count: int) -> Parts:
-        """This rank's layers and heads of a payload over all, as views of it."""
-        first_layer, last_layer = self._layers
-        first_head, last_head = self._heads
-        return tuple(
-            part[first_layer:last_layer, :, first_head:last_head]
-            for part in parts_of(self._layout, count, payload)
+        count, (first, last) = request.count, self._layers
+        payload = as_tensor(self._layout, count, self._bytes(request.place))
+        own = payload.view(self._layout.num_layers, -1)[first:last].view(-1)
+        self._runner.memory.transfer(
+            request.extents,
+            request.first_position,
+            count,
+            own,
+            Heads(self._first_head, self._layout.num_kv_heads),
+            packing=request.packing,
         )
+
+    def _bytes(self, place: SharedPlace) -> torch.Tensor:
+        """Shared memory as uint8, on this rank's device where it is a GPU's."""
+        if isinstance(place.file, MemoryFile):
+            memory = self._files(place.file)
+        elif place.file in self._opened:
+            memory = self._opened[place.file][1]
+        else:
+            raise Internal("a payload lies in memory that is not mapped")
+        return memory.narrow(0, place.offset, place.nbytes)
+
+    def _open_memory(self, memories: tuple[GpuMemory, ...]) -> str:
+        """Why it cannot map all of them, or ""."""
+        for opened, _ in self._opened.values():
+            opened.close()
+        self._opened.clear()
+        device = self._runner.memory.device
+        try:
+            for memory in memories:
+                opened = OpenedMemory(device.index or 0, memory.handle)
+                there = tensor_at(opened.address, memory.num_bytes, device)
+                self._opened[memory] = opened, there
+        except Unavailable as error:
+            return f"rank {self._place.rank} cannot reach rank {memory.rank}'s GPU: {error.message}"
+        return ""
+
+
+def _mapped(file: MemoryFile) -> torch.Tensor:
+    return torch.frombuffer(file.map(), dtype=torch.uint8)
 
 
 def _seldom(tell: Callable[[Answer], None]) -> Callable[[int, int], None]:

@@ -5,9 +5,9 @@ stage share those layers' heads, experts and vocabulary (tensor parallel). All r
 One of them, the first of the last stage, draws the tokens; where a plan is submitted before its
 tokens are known, that rank passes them on to the others on their own way, see `rank.Rank`.
 
-KV moves through memory that all ranks map: each packs its heads and layers into the payload where
-it lies, and no rank sees another's. Steps and copies have links of their own, so that a copy runs
-beside a step.
+KV moves through memory that all ranks map, of the host or of their GPUs: each packs its heads and
+layers into the payload where it lies, and no rank sees another's. Steps and copies have links of
+their own, so that a copy runs beside a step.
 
 Messages are plain values, encoded with msgspec; field types are checked on arrival. There is no
 pickle.
@@ -16,15 +16,18 @@ pickle.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
 
-from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.errors import Internal, InvalidArgument, Unavailable
+from batonlm.core.handover.leaf_hash import WORD_BYTES, Points
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.model import KvLayout, ModelDescription
 from batonlm.core.request.request import SamplingParams
@@ -39,7 +42,8 @@ from batonlm.core.scheduler.plan import (
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.kv.extents import check_extents, check_plan
 from batonlm.engine.ranks.link import Link, LinkLost, receive_each, receive_first, watch
-from batonlm.engine.ranks.shared import MemoryFile, Region, Scratch, SharedPlace
+from batonlm.engine.ranks.shared import GpuMemory, MemoryFile, Region, Scratch, SharedPlace
+from batonlm.engine.ranks.staging import RanksStaging
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +124,19 @@ class Transfer(msgspec.Struct, frozen=True, tag=True):
     packing: bool
 
 
+class OpenMemory(msgspec.Struct, frozen=True, tag=True):
+    """Map these memories of GPUs, and no others any more."""
+
+    memories: tuple[GpuMemory, ...]
+
+
+class HashLeaves(msgspec.Struct, frozen=True, tag=True):
+    """Compute `core.handover.leaf_hash` of what lies at `place`, which is on your GPU."""
+
+    place: SharedPlace
+    points: Points
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """How far a rank has come with its weights."""
 
@@ -134,6 +151,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     num_swap_blocks: tuple[int, int]
     not_exact_because: str
+    on_device: bool
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -145,14 +163,23 @@ class Transferred(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
+class MemoryOpened(msgspec.Struct, frozen=True, tag=True):
+    refusal: str
+    """Why not; "" where it is."""
+
+
+class LeavesHashed(msgspec.Struct, frozen=True, tag=True):
+    hashes: bytes
+
+
 class RankRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
     field: str = ""
     """Of the configuration, or "" for a fault that is not the operator's."""
 
 
-Request = Open | Step | Transfer
-Answer = Loading | Opened | Stepped | Transferred | RankRefused
+Request = Open | Step | Transfer | OpenMemory | HashLeaves
+Answer = Loading | Opened | Stepped | Transferred | MemoryOpened | LeavesHashed | RankRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -233,8 +260,6 @@ class RankedRunner:
     depth = 2
     """`submit` only sends the plan: this process prepares the next one while the ranks compute."""
     copies_beside_steps = True
-    on_device = False
-    """Payloads are in host memory, which all ranks can share."""
 
     def __init__(self, ranks: Ranks, opened: Opened, block_size: int, lost: Future[None]):
         """lost: done when a rank has ended or hangs."""
@@ -247,6 +272,9 @@ class RankedRunner:
         self.block_size = block_size
         self.num_swap_blocks = opened.num_swap_blocks
         self.not_exact_because = opened.not_exact_because
+        self.on_device = opened.on_device
+        self._copying = [threading.Lock() for _ in ranks.copies]
+        """Of each rank: who may use its link for copies. Taken in the order of ranks."""
         self._running: deque[int] = deque()
         self._closed = False
         self._shared: Region | None = None
@@ -326,8 +354,16 @@ class RankedRunner:
             failed=(*own.failed, *lost.items()),
         )
 
-    def staging_memory(self, num_bytes: int) -> StagingMemory | None:
-        return None
+    def staging_memory(self, num_buffers: int, buffer_bytes: int) -> StagingMemory | None:
+        """Whole buffers, shared out among the ranks' GPUs: every rank writes its heads and layers
+        into all of them. See `staging.RanksStaging`."""
+        # The device's digest is of whole words.
+        whole = self.layout.bytes_per_position % WORD_BYTES == 0
+        if not self.on_device or not whole or self._ranks.far:
+            return None
+        return RanksStaging(
+            len(self._ranks.copies), num_buffers, buffer_bytes, self._open_memory, self._hash_leaves
+        )
 
     def share(self, fd: int, address: int, num_bytes: int) -> Callable[[], None]:
         """The ranks map the memory; payloads that lie elsewhere are copied once more."""
@@ -335,10 +371,10 @@ class RankedRunner:
         return lambda: None
 
     def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
-        self._transfer(extents, first_position, count, in_host(out), packing=True)
+        self._transfer(extents, first_position, count, out, packing=True)
 
     def unpack(self, extents: Extents, first_position: int, count: int, payload: KvPayload) -> None:
-        self._transfer(extents, first_position, count, in_host(payload), packing=False)
+        self._transfer(extents, first_position, count, payload, packing=False)
 
     def on_death(self, died: Callable[[], None]) -> None:
         """Calls `died` once, on whichever thread, when a rank has ended or hangs before `close`.
@@ -352,39 +388,70 @@ class RankedRunner:
         self._scratch.close()
 
     def _transfer(
-        self, extents: Extents, first: int, count: int, payload: memoryview, *, packing: bool
+        self, extents: Extents, first: int, count: int, payload: KvPayload, *, packing: bool
     ) -> None:
         # Checked before any rank begins: one that refuses has lost its step.
         check_extents(extents, first + count, self.num_blocks, self.block_size)
         if count <= 0 or payload.nbytes != count * self.layout.bytes_per_position:
             raise Internal("the payload's size does not fit its positions")
-        payload = payload.cast("B")
-        room = None
-        place = None if self._shared is None else self._shared.find(payload)
-        if place is None:
-            place, room = self._scratch.room(payload.nbytes)
-        if room is not None and not packing:
-            room[:] = payload
-        try:
-            places = self._places_elsewhere(payload, packing)
-            for rank, link in enumerate(self._ranks.copies):
-                there = places.get(rank, place)
-                link.send(encode(Transfer(extents, first, count, there, packing)), STEP_S)
-        except LinkLost:
-            raise Internal(_LOST) from None
-        for _, answer in _answers_of(self._ranks.copies, STEP_S):
-            if not isinstance(answer, Transferred):
-                raise Internal("a rank answered out of place")
-        if not packing:
+        if isinstance(payload, SharedPlace):
+            place = payload
+            self._ask_copies(lambda rank: Transfer(extents, first, count, place, packing))
             return
-        if room is not None:
-            payload[:] = room
+        host = in_host(payload).cast("B")
+        room = None
+        found = None if self._shared is None else self._shared.find(host)
+        if found is None:
+            found, room = self._scratch.room(host.nbytes)
+        if room is not None and not packing:
+            room[:] = host
         try:
+            places = self._places_elsewhere(host, packing)
+            self._ask_copies(
+                lambda rank: Transfer(extents, first, count, places.get(rank, found), packing)
+            )
+            if not packing:
+                return
+            if room is not None:
+                host[:] = room
             for memory in self._ranks.far:
-                own = self._part_of(memory, payload.nbytes)
-                memory.read(own.start, payload[own])
+                own = self._part_of(memory, host.nbytes)
+                memory.read(own.start, host[own])
         except LinkLost:
             raise Internal(_LOST) from None
+
+    def _open_memory(self, memories: tuple[GpuMemory, ...]) -> None:
+        """Has all ranks map these. Raises Unavailable when one cannot."""
+        for answer in self._ask_copies(lambda rank: OpenMemory(memories)):
+            if isinstance(answer, MemoryOpened) and answer.refusal:
+                raise Unavailable(answer.refusal)
+
+    def _hash_leaves(self, rank: int, place: SharedPlace, points: Points) -> bytes:
+        link = self._ranks.copies[rank]
+        try:
+            with self._copying[rank]:
+                link.send(encode(HashLeaves(place, points)), STEP_S)
+                answer = _accepted(rank, link.receive(STEP_S))
+        except LinkLost:
+            raise Internal(_LOST) from None
+        if not isinstance(answer, LeavesHashed):
+            raise Internal("a rank answered out of place")
+        return answer.hashes
+
+    def _ask_copies(self, request: Callable[[int], Request]) -> list[Answer]:
+        """Sends each rank its own and returns all answers, once every rank is through."""
+        with ExitStack() as turns:
+            for turn in self._copying:
+                turns.enter_context(turn)
+            try:
+                for rank, link in enumerate(self._ranks.copies):
+                    link.send(encode(request(rank)), STEP_S)
+            except LinkLost:
+                raise Internal(_LOST) from None
+            answers = [answer for _, answer in _answers_of(self._ranks.copies, STEP_S)]
+        if not all(isinstance(answer, Transferred | MemoryOpened) for answer in answers):
+            raise Internal("a rank answered out of place")
+        return answers
 
     def _places_elsewhere(self, payload: memoryview, packing: bool) -> dict[int, SharedPlace]:
         """Where ranks of other machines find a copy of the payload, of which their layers alone are

@@ -1,4 +1,4 @@
-"""Memory that processes of one machine share by a file without a name.
+"""Memory that processes of one machine share: a file without a name, or memory of a GPU.
 
 The file (memfd) is another process's, found through /proc/<pid>/fd, and is gone when the last one
 that maps it is, however that one ended.
@@ -11,11 +11,21 @@ import mmap
 import os
 from dataclasses import dataclass
 
+import msgspec
+
 from batonlm.core.errors import Internal
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFile:
+class GpuMemory(msgspec.Struct, frozen=True, tag=True):
+    """Memory of a GPU of this machine, which the worker owns: see `batonlm.engine.cuda`."""
+
+    handle: bytes
+    num_bytes: int
+    rank: int
+    """Whose GPU it is."""
+
+
+class MemoryFile(msgspec.Struct, frozen=True, tag=True):
     """Where the file is, and which one it must be: a descriptor may be another file's by now."""
 
     pid: int
@@ -46,11 +56,16 @@ class MemoryFile:
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """`size` bytes of a file from `offset` on."""
+    """`nbytes` bytes of a file, or of a GPU's memory, from `offset` on. It is a KvPayload where the
+    worker itself cannot reach the memory."""
 
-    file: MemoryFile
+    file: MemoryFile | GpuMemory
     offset: int
-    size: int
+    nbytes: int
+
+    def __getitem__(self, part: slice) -> SharedPlace:
+        start, stop, _ = part.indices(self.nbytes)
+        return SharedPlace(self.file, self.offset + start, stop - start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,21 +48,26 @@ def transfer(
     values: torch.Tensor,
     places: torch.Tensor,
     wire: torch.Tensor,
+    among: tuple[int, int] | None = None,
     *,
     packing: bool,
 ) -> None:
     """Fills wire, flat, with the places' KV of all layers as [layer][k, v][place][head][element],
     codes with their scales behind; or, unless packing, fills the places with wire's KV.
 
-    keys: [blocks, layers, kv_heads, block_size, D], values: [.., Dv]. places: int32 [N].
+    keys: [blocks, layers, kv_heads, block_size, D], values: [.., Dv]. places: int32 [N]. among:
+    which of the wire's heads the first one here is, and how many the wire has; None: the same.
     """
     count, layers, kv_heads = len(places), keys.shape[1], keys.shape[2]
+    first_head, wire_heads = among or (0, kv_heads)
     _wire[(-(-count // _PLACES), layers, kv_heads)](
         keys,
         values,
         places,
         wire,
         count,
+        first_head,
+        wire_heads,
         keys.stride(0),
         keys.stride(1),
         **memory_constants(keys, values),
@@ -125,13 +130,15 @@ def _write(
         )  # fmt: skip
 
 
-@jit_of_any("count")
+@jit_of_any("count", "first_head", "wire_heads")
 def _wire(
     keys: tl.tensor,
     values: tl.tensor,
     places: tl.tensor,
     wire: tl.tensor,
     count: tl.tensor,
+    first_head: tl.tensor,
+    wire_heads: tl.tensor,
     block_stride: tl.tensor,
     layer_stride: tl.tensor,
     KEY_SIZE: tl.constexpr,
@@ -151,9 +158,9 @@ def _wire(
     place = tl.load(places + row, mask=live, other=0)
     block = (place // BLOCK_SIZE).to(tl.int64) * block_stride + layer * layer_stride
     offset = head * BLOCK_SIZE + place % BLOCK_SIZE
-    row = row.to(tl.int64) * heads + head
+    row = row.to(tl.int64) * wire_heads + first_head + head
     # In elements of one layer's part of the wire, keys come before values.
-    rows = count.to(tl.int64) * heads
+    rows = count.to(tl.int64) * wire_heads
     SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     start = wire + layer * rows * (KEY_SIZE + VALUE_SIZE + 2 * SCALED)
     key_spots, value_spots = block + offset * KEY_SIZE, block + offset * VALUE_SIZE
