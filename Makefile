@@ -23,11 +23,16 @@ IMAGE_BASE ?=
 IMAGE_ARGS = --build-arg VERSION=$(IMAGE_TAG) --build-arg REVISION=$$(git rev-parse HEAD 2>/dev/null || echo unknown) \
 	--build-arg TORCH_INDEX=$(TORCH_INDEX) $(if $(IMAGE_BASE),--build-arg PYTHON=$(IMAGE_BASE))
 
+# Where the repository is served, for links of a packaged chart; the name of a key that signs it, and its keyring.
+CHART_HOME ?=
+CHART_KEY ?=
+CHART_KEYRING ?=
+
 # Measures figures of docs/benchmarks by name, all of them without one, and writes the tables.
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -126,6 +131,7 @@ lint: install ## Style, import rules, stubs in step with the protos, locks with 
 	@$(BIN)/python scripts/tables.py --check
 	@$(BIN)/python scripts/lock_images.py --torch $(TORCH) --check
 	@$(BIN)/python scripts/gen_values_schema.py --check
+	@$(BIN)/python scripts/gen_chart_readme.py --check
 
 type: install ## mypy strict
 	@$(BIN)/mypy services loadtest scripts tests deploy/image
@@ -135,8 +141,12 @@ check: lint type test ## What CI runs
 protos: install ## Generate services/batonlm/v1 from protos/
 	@$(BIN)/python scripts/gen_protos.py
 
-chart-schema: install ## Make the chart's values.schema.json
+chart-schema: install ## Make the chart's values.schema.json and the tables of its README
 	@$(BIN)/python scripts/gen_values_schema.py
+	@$(BIN)/python scripts/gen_chart_readme.py
+
+package: install ## Package the chart into build/chart, as an OCI archive too; signed with CHART_KEY and CHART_KEYRING (helm)
+	@$(BIN)/python scripts/package_chart.py --home "$(CHART_HOME)" --key "$(CHART_KEY)" --keyring "$(CHART_KEYRING)"
 
 manifests: install ## Make deploy/k8s/base of the chart; needs helm
 	@$(BIN)/python scripts/gen_manifests.py
