@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batonlm.cli.checks import Status
-from batonlm.cli.doctor_cluster import Json, Where, ask, pods, workers
+from batonlm.cli.doctor_cluster import Json, Where, ask, pods, policy, pools, workers
 from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
 from batonlm.core.routing.load import WorkerDescription
 from batonlm.testing import language
@@ -135,3 +135,83 @@ async def test_workers_are_asked_and_one_that_is_not_there_is_no_fault() -> None
     assert told["gone"] is None
     described = told["t"]
     assert described is not None and described.model == language.MODEL
+
+
+def owner(name: str, wanted: int = 1, made: int = 0, failure: str = "") -> Json:
+    conditions = [{"type": "ReplicaFailure", "status": "True", "message": failure}]
+    return {
+        "metadata": {"name": name},
+        "spec": {"replicas": wanted},
+        "status": {"replicas": made, "conditions": conditions if failure else []},
+    }
+
+
+def refusal(name: str, message: str, at: str = "1") -> Json:
+    return {
+        "type": "Warning", "reason": "FailedCreate", "message": message, "lastTimestamp": at,
+        "involvedObject": {"kind": "ReplicaSet", "name": name},
+    }  # fmt: skip
+
+
+QUOTA = 'pods "b-decode-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=4'
+
+
+@pytest.mark.parametrize(
+    ("message", "advised"),
+    [
+        (QUOTA, "quota"),
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest": hostPath', "label"),
+        ("something else", "FailedCreate"),
+    ],
+)
+def test_pods_that_the_api_server_refuses_are_seen(message: str, advised: str) -> None:
+    """As the Deployment says it, or only an event of what is below it."""
+    for owners, events in (
+        ([owner("b-decode", failure=message), owner("b-router", made=1)], []),
+        ([owner("b-decode"), owner("b-router", made=1)], [refusal("b-decode-5f", message)]),
+    ):
+        found = pools(owners, events)
+        assert found.status is Status.FAIL and "1 of 2: b-decode: " in found.detail
+        assert message in found.detail and advised in found.advice
+        assert pods([], events, len(owners)).status is Status.FAIL
+
+
+def test_pools_that_are_full_or_only_slow_are_fine() -> None:
+    old = [refusal("b-decode-5f", QUOTA)]
+    assert pools([owner("b-decode", made=1)], old).status is Status.OK, "it got its pod since"
+    assert pools([owner("b-decode")], [refusal("b-decoder-5f", QUOTA)]).status is Status.OK
+    assert pools([owner("b-prefill", wanted=0)], old).status is Status.OK
+    assert pools([], old).detail == pods([], []).detail == "none is installed here"
+
+
+def engine(name: str, network: str = "isolated") -> Json:
+    entry = {"name": "BATON_KV_NETWORK", "value": network}
+    return {
+        "metadata": {"name": name, "labels": {"pool": name}},
+        "spec": {"containers": [{"env": [entry]}]},
+    }
+
+
+def restricting(name: str) -> Json:
+    return {"spec": {"podSelector": {"matchLabels": {"pool": name}}, "policyTypes": ["Ingress"]}}
+
+
+def test_isolation_is_believed_only_where_a_probe_was_kept_out() -> None:
+    engines, policies = [engine("d")], [restricting("d")]
+    kept = policy(engines, policies, {"d": False}, True)
+    assert kept.status is Status.OK and "none could be reached" in kept.detail
+    let_in = policy(engines, policies, {"d": True}, True)
+    assert let_in.status is Status.FAIL and "does not enforce" in let_in.detail
+    assert "d at port 50052" in let_in.detail
+    for reached, control in (({}, None), ({"d": False}, False), ({"d": False}, None)):
+        untried = policy(engines, policies, reached, control)
+        assert untried.status is Status.WARN and "was not tried" in untried.detail
+
+
+def test_isolation_without_a_policy_is_somebody_elses_word() -> None:
+    other = [restricting("e")]
+    assert policy([engine("d")], other, {"d": True}, True).status is Status.WARN
+    assert policy([engine("d", "trusted")], [], {}, None).status is Status.OK
+    assert policy([], other, {}, None).status is Status.OK
+    egress = [{"spec": {"podSelector": {}, "policyTypes": ["Egress"]}}]
+    assert policy([engine("d")], egress, {"d": True}, True).status is Status.WARN

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.k8s import chart_cluster
 from tests.k8s.chart_cluster import as_list, told
 from tests.k8s.charts import CHART
 from tests.k8s.conftest import CPU_IMAGE
+from tests.k8s.release import Release
 
 pytestmark = pytest.mark.k8s
 
@@ -139,17 +141,50 @@ def test_why_pods_are_not_ready(namespace: str, capsys: pytest.CaptureFixture[st
     eventually(explained, PATIENCE_S, str(words))
 
 
+def deployment(namespace: str, **spec: Any) -> None:
+    """Of one decode pod, which has to be there for nobody."""
+    one = pod("any", "decode", CPU_IMAGE, "true", **spec)
+    labels = one["metadata"]["labels"]
+    template = {"metadata": {"labels": labels}, "spec": one["spec"]}
+    apply(
+        namespace,
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "refused-decode", "labels": labels},
+            "spec": {"selector": {"matchLabels": labels}, "template": template},
+        },
+    )
+
+
+@pytest.mark.parametrize("by", ["quota", "PodSecurity"])
+def test_pods_that_are_refused_are_not_none_installed(
+    namespace: str, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    if by == "quota":
+        told("-n", namespace, "create", "quota", "none", "--hard=pods=0")
+        deployment(namespace)
+    else:
+        deployment(namespace, hostNetwork=True)
+
+    def explained() -> bool:
+        code, found = asked(capsys, namespace)
+        return code == 1 and by in found["pools"]["detail"] and found["pods"]["status"] == "fail"
+
+    eventually(explained, PATIENCE_S, f"a refusal by {by} to be seen")
+
+
 JOB = "baton-doctor-tried"
 
 
-@pytest.fixture(params=[False, True], ids=["rights in its namespace", "rights in the cluster"])
-def job(request: pytest.FixtureRequest, namespace: str, tmp_path: Path) -> Iterator[bool]:
-    """What deploy/k8s/doctor makes, in a namespace of another name; is it allowed to see nodes?"""
+@contextmanager
+def doctor_job(namespace: str, folder: Path, *, sees_nodes: bool) -> Iterator[Checks]:
+    """What deploy/k8s/doctor makes, in a namespace of another name, and what it found."""
     repository, _, tag = CPU_IMAGE.rpartition(":")
     words = ["baton", "doctor", "cluster", "--json", "--service-account", JOB]
     arguments = [{"op": "replace", "path": "/spec/template/spec/containers/0/args", "value": words}]
     patches = [{"target": {"kind": "Job"}, "patch": json.dumps(arguments)}]
-    if not request.param:
+    if not sees_nodes:
         gone = {"$patch": "delete", "apiVersion": "rbac.authorization.k8s.io/v1"}
         for kind in ("ClusterRole", "ClusterRoleBinding"):
             named = {**gone, "kind": kind, "metadata": {"name": "baton-doctor"}}
@@ -157,34 +192,69 @@ def job(request: pytest.FixtureRequest, namespace: str, tmp_path: Path) -> Itera
     wrapper = {
         "namespace": namespace,
         "nameSuffix": JOB.removeprefix("baton-doctor"),
-        "resources": [os.path.relpath(DOCTOR, tmp_path.resolve())],
+        "resources": [os.path.relpath(DOCTOR, folder.resolve())],
         "images": [{"name": "baton-cpu", "newName": repository, "newTag": tag}],
         "patches": patches,
     }
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(wrapper))
-    try:
-        told("apply", "-k", str(tmp_path))
-        yield request.param
-    finally:
-        told("delete", "--ignore-not-found", "--wait=false", "-k", str(tmp_path))
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(wrapper))
 
-
-def test_as_a_job(namespace: str, job: bool) -> None:
     def ended() -> bool:
         said = told("-n", namespace, "get", "job", JOB, "-o", "jsonpath={.status}")
         status = json.loads(said or "{}")
         return bool(status.get("succeeded") or status.get("failed"))
 
-    eventually(ended, PATIENCE_S, "the Job to end")
-    found = json.loads(told("-n", namespace, "logs", f"job/{JOB}"))
-    checks = {check["name"]: check for check in found["checks"]}
+    try:
+        told("apply", "-k", str(folder))
+        eventually(ended, PATIENCE_S, "the Job to end")
+        found = json.loads(told("-n", namespace, "logs", f"job/{JOB}"))
+        yield {check["name"]: check for check in found["checks"]}
+    finally:
+        told("delete", "--ignore-not-found", "--wait=false", "-k", str(folder))
+
+
+_CONNECT = """
+import socket
+try:
+    socket.create_connection(("{0}", 50052), timeout=5).close()
+    print("open")
+except OSError:
+    print("shut")
+"""
+
+
+def test_policies_are_believed_where_the_network_enforces_them(
+    release: Release, tmp_path: Path
+) -> None:
+    """What a tokenizer, which no policy lets in there either, sees of decode's health port."""
+    (decode,) = release.pods("decode")
+    seen = release.cluster.execute(
+        release.pod_names("tokenizer")[0],
+        *("python", "-c", _CONNECT.format(decode["status"]["podIP"])),
+    ).strip()
+    with doctor_job(release.cluster.namespace, tmp_path, sees_nodes=False) as checks:
+        found = checks["network policy"]
+        assert found["status"] == {"open": "fail", "shut": "ok"}[seen], found
+        if seen == "open":
+            assert decode["metadata"]["name"] in found["detail"]
+            assert "does not enforce" in found["detail"]
+        assert checks["pools"]["status"] == checks["pods"]["status"] == "ok"
+
+
+@pytest.mark.parametrize("sees_nodes", [False, True])
+def test_as_a_job(namespace: str, tmp_path: Path, sees_nodes: bool) -> None:
+    with doctor_job(namespace, tmp_path, sees_nodes=sees_nodes) as checks:
+        _as_in_an_empty_namespace(checks, sees_nodes)
+
+
+def _as_in_an_empty_namespace(checks: Checks, sees_nodes: bool) -> None:
     assert {name: check["status"] for name, check in checks.items()} | {
         "open files": "", "shared memory": "",
     } == {
-        "api": "ok", "namespace": "ok" if job else "warn", "router access": "fail", "gpus": "ok",
-        "rdma": "ok", "metrics api": "ok", "extensions": "ok", "dns": "ok", "locked memory": "ok",
+        "api": "ok", "namespace": "ok" if sees_nodes else "warn", "router access": "fail",
+        "gpus": "ok", "rdma": "ok", "metrics api": "ok", "extensions": "ok", "dns": "ok",
+        "locked memory": "ok",
         "open files": "", "shared memory": "", "rdma devices": "ok", "gpu driver": "ok",
-        "pods": "ok", "workers": "ok",
+        "pools": "ok", "pods": "ok", "network policy": "ok", "workers": "ok",
     }  # fmt: skip
-    assert ("not allowed" in checks["gpus"]["detail"]) != job
+    assert ("not allowed" in checks["gpus"]["detail"]) != sees_nodes
     assert "names have addresses" in checks["dns"]["detail"]

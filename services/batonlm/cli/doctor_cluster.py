@@ -24,6 +24,7 @@ from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, instal
 from batonlm.core.handover.fit import difference
 from batonlm.core.routing.load import WorkerDescription
 from batonlm.rpc.channels import Channels
+from batonlm.rpc.kubernetes_api import KubernetesApi, NoAnswer, open_api
 from batonlm.rpc.tls import Certificates
 from batonlm.rpc.worker import description_from_proto
 from batonlm.v1 import worker_pb2
@@ -54,8 +55,6 @@ LEVELS = ("privileged", "baseline", "restricted")
 TIMEOUT_S = (3.0, 10.0)
 """Time to connect, and time to receive the answer."""
 
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
 Json = dict[str, Any]
 
 
@@ -72,51 +71,25 @@ class ApiAnswer(NamedTuple):
 
 
 class Api:
-    """A connection to the Kubernetes API, from a pod or from outside. The client library is an
-    optional dependency (`batonlm[k8s]`), imported where it is used.
+    """The Kubernetes API, whole answers at a time."""
 
-    namespace: that of the pod or of the kubeconfig. in_pod: whether this runs in the cluster, with
-    a service account.
-    """
-
-    def __init__(self, client: Any, namespace: str, *, in_pod: bool) -> None:
-        self._client = client
-        self.namespace = namespace
-        self.in_pod = in_pod
+    def __init__(self, api: KubernetesApi) -> None:
+        self._api = api
+        self.namespace, self.in_pod = api.namespace, api.in_pod
 
     @classmethod
     def open(cls, kubeconfig: str = "") -> Api:
-        """Connects with a kubeconfig file if given, else with the pod's service account, else with
-        the default kubeconfig. Raises InvalidArgument, and Unavailable without the client
-        library."""
+        """See `open_api`. Raises InvalidArgument, and Unavailable without the client library."""
         try:
-            from kubernetes import client, config
+            return cls(open_api(kubeconfig))
         except ImportError:
             raise Unavailable("the Kubernetes client is not installed") from None
-        made = client.Configuration()
-        made.retries = False
-        try:
-            namespace, in_pod = cls._configure(config, made, kubeconfig)
-        except (config.ConfigException, OSError, ValueError, TypeError, KeyError):
+        except ValueError:
             raise InvalidArgument(
                 "must name a kubeconfig file: this is no pod with a service account, and no usable "
                 "kubeconfig was found",
                 field="kubeconfig",
             ) from None
-        return cls(client.ApiClient(made), namespace, in_pod=in_pod)
-
-    @staticmethod
-    def _configure(config: Any, made: Any, kubeconfig: str) -> tuple[str, bool]:
-        """Configures the connection. Returns the namespace, and whether this is a pod."""
-        if not kubeconfig:
-            try:
-                config.load_incluster_config(client_configuration=made)
-                return _NAMESPACE.read_text().strip(), True
-            except (config.ConfigException, OSError):
-                pass
-        config.load_kube_config(kubeconfig or None, client_configuration=made)
-        _, context = config.list_kube_config_contexts(kubeconfig or None)
-        return str(context["context"].get("namespace") or "default"), False
 
     def get(self, path: str, **query: str) -> ApiAnswer:
         """Raises Unavailable if there is no answer; a refusal is an answer."""
@@ -126,35 +99,22 @@ class Api:
         """See `get`."""
         return self._ask("POST", path, {}, body)
 
-    def close(self) -> None:
-        self._client.rest_client.pool_manager.clear()
-
     def _ask(
         self, method: str, path: str, query: Mapping[str, str], body: Json | None
     ) -> ApiAnswer:
-        import urllib3
-
-        headers = {"Accept": "application/json"}
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-        call = self._client.param_serialize(
-            method,
-            path,
-            query_params=list(query.items()),
-            header_params=headers,
-            body=body,
-            auth_settings=["BearerToken"],
-        )
         try:
-            answer = self._client.call_api(*call, _request_timeout=TIMEOUT_S)
-            answer.read()
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise Unavailable(f"nobody answers: {type(error).__name__}") from error
+            answer = self._api.request(method, path, query, TIMEOUT_S, body)
+            try:
+                text = b"".join(answer.parts())
+            finally:
+                answer.close()
+        except NoAnswer as failure:
+            raise Unavailable(f"nobody answers: {failure}") from failure
         try:
-            found = json.loads(answer.data)
+            found = json.loads(text)
         except ValueError:
             found = {}
-        return ApiAnswer(int(answer.status), found if isinstance(found, dict) else {})
+        return ApiAnswer(answer.status, found if isinstance(found, dict) else {})
 
 
 API_NAME = "kubernetes.default.svc"
@@ -251,8 +211,78 @@ EXIT_CODES = {
 """Exit codes of Baton's processes, and of killed ones."""
 
 
-def pods(found: Sequence[Json], events: Iterable[Json]) -> Finding:
-    """Explains why pods of a release are not ready. found: the pods."""
+QUOTA = (
+    "raise the quota, or ask for less: resources and replicaCount of that component; "
+    "'kubectl describe quota' says what is used"
+)
+REFUSED = {
+    "exceeded quota": QUOTA,
+    "must specify": QUOTA,
+    "violates PodSecurity": "label the namespace with a level that admits these pods, or leave out "
+    "what it refuses (hostPath, IPC_LOCK, hostNetwork)",
+    "maximum": "ask for less than the namespace's LimitRange allows",
+    "serviceaccount": "the account is missing: was a part of the release deleted?",
+    "PriorityClass": "make the class, or set priorityClasses.create",
+}
+"""Words of the API server's refusals of pods, and what to do."""
+
+
+def pools(owners: Sequence[Json], events: Sequence[Json]) -> Finding:
+    """Explains why a pool has fewer pods than it should, where the API server refuses to make them.
+
+    owners: Deployments, StatefulSets and LeaderWorkerSets of a release. events: warnings of the
+    namespace, in which refusals are about the ReplicaSet or StatefulSet below an owner.
+    """
+    if not owners:
+        return ok("none is installed here")
+    refused: dict[str, str] = {}
+    for owner in owners:
+        status = owner.get("status", {})
+        wanted = int(owner["spec"].get("replicas", 1))
+        if int(status.get("replicas") or 0) >= wanted and not _replica_failure(owner):
+            continue
+        message = _replica_failure(owner) or _newest_refusal(_name(owner), events)
+        if message:
+            refused[_name(owner)] = message
+    if not refused:
+        return ok(f"all {len(owners)} have as many pods as they should")
+    sentences = "; ".join(f"{name}: {text[:300]}" for name, text in sorted(refused.items()))
+    texts = " ".join(refused.values())
+    advice = dict.fromkeys(words for part, words in REFUSED.items() if part in texts)
+    return fail(
+        f"the API server refuses pods of {len(refused)} of {len(owners)}: {sentences}",
+        "; ".join(advice) or "see 'kubectl get events --field-selector reason=FailedCreate'",
+    )
+
+
+def _replica_failure(owner: Json) -> str:
+    for condition in owner.get("status", {}).get("conditions") or ():
+        if condition.get("type") == "ReplicaFailure" and condition.get("status") == "True":
+            return str(condition.get("message", ""))
+    return ""
+
+
+def _newest_refusal(name: str, events: Iterable[Json]) -> str:
+    newest = ""
+    for event in sorted(events, key=_time):
+        about = event.get("involvedObject") or {}
+        below = str(about.get("name", ""))
+        if event.get("reason") == "FailedCreate" and (
+            below == name or below.startswith(f"{name}-")
+        ):
+            newest = str(event.get("message", ""))
+    return newest
+
+
+def _time(event: Json) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime"))
+
+
+def pods(found: Sequence[Json], events: Iterable[Json], owners: int = 0) -> Finding:
+    """Explains why pods of a release are not ready. found: the pods. owners: how many Deployments
+    and the like there are to make them."""
+    if not found and owners:
+        return fail(f"none is there, of {owners} pools", "see the check 'pools'")
     if not found:
         return ok("none is installed here")
     warnings = _newest_warnings(events)
@@ -310,7 +340,7 @@ def _of_container(container: Json) -> list[tuple[str, str]]:
 def _newest_warnings(events: Iterable[Json]) -> Mapping[str, Json]:
     """Returns the newest warning of each pod."""
     found: dict[str, Json] = {}
-    for event in sorted(events, key=lambda e: str(e.get("lastTimestamp") or e.get("eventTime"))):
+    for event in sorted(events, key=_time):
         about = event.get("involvedObject") or {}
         if event.get("type") == "Warning" and about.get("kind") == "Pod":
             found[str(about.get("name"))] = event
@@ -348,6 +378,82 @@ def _last_word(found: Iterable[Json]) -> str:
             for kind, text in _of_container(container):
                 return f"{_name(pod)}: {text}; {ADVICE.get(kind, 'see kubectl logs --previous')}"
     return "see 'kubectl logs --previous'"
+
+
+HEALTH_PORT = 50052
+PROBE_S = 3.0
+
+Reached = bool | None
+"""Whether a connection was accepted; None: it was not tried."""
+
+
+def policy(
+    engines: Sequence[Json],
+    policies: Sequence[Json],
+    reached: Mapping[str, Reached],
+    control: Reached,
+) -> Finding:
+    """Judges whether the network enforces the policies by which the engines' KV is isolated.
+
+    engines: pods. reached: by pod, whether this pod reached its health port, which no policy of the
+    chart opens. control: whether it reached a pod that may be reached, without which silence shows
+    nothing.
+    """
+    declared = sorted({_kv_network(pod) for pod in engines} - {""})
+    if not engines:
+        return ok("no prefill or decode pod is there to be tried")
+    covered = [pod for pod in engines if any(_selects(one, pod) for one in policies)]
+    words = f"kv.network is {', '.join(declared) or 'unknown'}"
+    if not covered:
+        if "isolated" not in declared:
+            return ok(f"{words}, and no policy is to keep others out")
+        return warn(
+            f"{words}, and no NetworkPolicy selects the engines: nothing here shows that it is",
+            "see that the network of KV is one that only Baton's engines reach, or set "
+            "networkPolicy.enabled",
+        )
+    open_ = sorted(_name(pod) for pod in covered if reached.get(_name(pod)))
+    if open_:
+        return fail(
+            f"{words} by NetworkPolicies, and this pod, which they let in nowhere, reached "
+            f"{', '.join(open_)} at port {HEALTH_PORT}: the network does not enforce them",
+            "install a network plugin that does (Calico, Cilium and others); or set "
+            "tls.internal.enabled, and kv.network=trusted if everybody on the pod network may read "
+            "the workers' memory",
+        )
+    tried = [pod for pod in covered if reached.get(_name(pod)) is False]
+    if not tried or not control:
+        return warn(
+            f"{words} by NetworkPolicies; whether the network enforces them was not tried",
+            "run the doctor as a Job in the cluster (deploy/k8s/doctor), while a router serves",
+        )
+    return ok(f"{words}: of {len(tried)} engines none could be reached from this pod")
+
+
+def _selects(one: Json, pod: Json) -> bool:
+    """Whether a policy restricts what comes into a pod."""
+    spec = one.get("spec", {})
+    wanted = (spec.get("podSelector") or {}).get("matchLabels") or {}
+    labels = pod["metadata"].get("labels") or {}
+    types = spec.get("policyTypes") or ["Ingress"]
+    return wanted.items() <= labels.items() and "Ingress" in types
+
+
+def _kv_network(pod: Json) -> str:
+    for container in pod["spec"]["containers"]:
+        for entry in container.get("env") or ():
+            if entry.get("name") == "BATON_KV_NETWORK":
+                return str(entry.get("value", ""))
+    return ""
+
+
+def _accepts(pod: Json, port: int) -> bool:
+    """Whether a pod accepts a connection from here."""
+    try:
+        socket.create_connection((pod["status"]["podIP"], port), timeout=PROBE_S).close()
+    except OSError:
+        return False
+    return True
 
 
 OLDEST_MINOR = 30
@@ -658,11 +764,8 @@ def _checks(args: argparse.Namespace) -> Iterator[Check]:
         missing = fail(error.message, install("k8s"))
         yield "api", lambda: missing
         return
-    try:
-        yield "api", lambda: _reached(api)
-        yield from _of_api(api, args)
-    finally:
-        api.close()
+    yield "api", lambda: _reached(api)
+    yield from _of_api(api, args)
 
 
 def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Check]:
@@ -693,7 +796,11 @@ def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Check]:
     if api.in_pod:
         services = api.get(f"{core}/services", labelSelector=_selector(args.release)).items
         yield from _of_pod(needs, [f"{one['metadata']['name']}.{namespace}" for one in services])
-    yield "pods", lambda: _pods(seen, api.get(f"{core}/events", fieldSelector="type=Warning"))
+    events = api.get(f"{core}/events", fieldSelector="type=Warning")
+    owners = _owners(api, namespace, args.release)
+    yield "pools", lambda: _pools(owners, events)
+    yield "pods", lambda: _pods(seen, events, sum(len(each.items) for each in owners))
+    yield "network policy", lambda: _policy(api, namespace, seen.items)
     yield "workers", lambda: _workers(args, seen.items)
 
 
@@ -744,10 +851,49 @@ def _access(api: Api, namespace: str, account: str, found: list[Json]) -> Findin
     return judge_access(account or "this pod's service account", reviews)
 
 
-def _pods(seen: ApiAnswer, events: ApiAnswer) -> Finding:
+def _owners(api: Api, namespace: str, release: str) -> list[ApiAnswer]:
+    """What makes pods of Baton. A kind that the cluster does not know has none."""
+    groups = ("apps/v1", "deployments"), ("leaderworkerset.x-k8s.io/v1", "leaderworkersets")
+    return [
+        api.get(f"/apis/{group}/namespaces/{namespace}/{kind}", labelSelector=_selector(release))
+        for group, kind in groups
+    ]
+
+
+def _pools(owners: Sequence[ApiAnswer], events: ApiAnswer) -> Finding:
+    refused = [answer.status for answer in owners if answer.status in (401, 403)]
+    if refused:
+        return warn(
+            f"not allowed to list Deployments ({refused[0]}), refused pods are not seen",
+            "give the doctor 'list' on deployments (apps) and leaderworkersets "
+            "(leaderworkerset.x-k8s.io)",
+        )
+    return pools([one for answer in owners for one in answer.items], events.items)
+
+
+def _policy(api: Api, namespace: str, found: Sequence[Json]) -> Finding:
+    answer = api.get(f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
+    if answer.status != 200:
+        return warn(
+            f"not allowed to list NetworkPolicies ({answer.status})",
+            "give the doctor 'list' on networkpolicies (networking.k8s.io)",
+        )
+    here = [pod for pod in found if pod["status"].get("podIP") and _ready(pod) and not _leaves(pod)]
+    engines = [pod for pod in here if _component(pod) in ("prefill", "decode")]
+    reached: dict[str, Reached] = {}
+    control: Reached = None
+    if api.in_pod:
+        # An engine's own port of KV and gRPC may be open to this pod by a rule of its user's.
+        reached = {_name(pod): _accepts(pod, HEALTH_PORT) for pod in engines}
+        routers = [pod for pod in here if _component(pod) == "router"]
+        control = any(_accepts(pod, port) for pod in routers for port in _ports(pod))
+    return policy(engines, answer.items, reached, control)
+
+
+def _pods(seen: ApiAnswer, events: ApiAnswer, owners: int) -> Finding:
     if seen.status != 200:
         return ok(f"not allowed to list pods ({seen.status}); give the doctor 'list' on pods")
-    return pods(seen.items, events.items)
+    return pods(seen.items, events.items, owners)
 
 
 def _workers(args: argparse.Namespace, found: list[Json]) -> Finding:

@@ -7,6 +7,7 @@ here. Its methods may be called on any thread.
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
+
+from tests.rpc.authority import Files
 
 NAMESPACE, SERVICE, PORT_NAME = "models", "decode", "grpc"
 PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
@@ -40,7 +43,10 @@ class FakeApi:
     """Start with `serving`. Watches end with the server, on `hang_up`, and after their time."""
 
     def __init__(self) -> None:
+        self.port = 0
         self.queries: list[Json] = []
+        self.tokens: list[str] = []
+        """The header Authorization of each request."""
         self.refusals: list[int] = []
         """HTTP statuses that the next requests meet, in order."""
         self.watching = 0
@@ -153,6 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         api.queries.append(query)
+        api.tokens.append(self.headers.get("authorization", ""))
         right = parts.path == PATH and query.get("labelSelector") == SELECTOR
         status = api.refusals.pop(0) if api.refusals else 200 if right else 404
         self.close_connection = True
@@ -184,10 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[FakeApi, str]]:
-    """The API and the kubeconfig file that leads to it."""
+def serving(folder: Path, tls: Files | None = None) -> Iterator[tuple[FakeApi, str]]:
+    """The API and the kubeconfig file that leads to it, without TLS."""
     server = _Server(("127.0.0.1", 0), _Handler)
+    if tls is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tls.cert, tls.key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
     api = server.api = FakeApi()
+    api.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     config = {

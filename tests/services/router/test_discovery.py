@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -28,7 +29,9 @@ from batonlm.router.workers.discovery import (
     parse_target,
     resolve,
 )
-from batonlm.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, runs
+from batonlm.router.workers.discovery_k8s import KubernetesSource, api_of, runs
+from batonlm.rpc.kubernetes_api import NoAnswer, open_api
+from tests.rpc.authority import Authority
 from tests.services.router import kubernetes_api
 from tests.services.router.conftest import until
 from tests.services.router.kubernetes_api import FakeApi, endpoint, slice_of
@@ -91,7 +94,7 @@ class KubernetesPlace:
     """One slice for each address, so that scaling adds and deletes slices, too."""
 
     def __init__(self, api: FakeApi, config_file: str) -> None:
-        opened = KubernetesApi.open("decodes", config_file)
+        opened = api_of("decodes", config_file)
         assert opened.namespace == kubernetes_api.NAMESPACE
         self.source = KubernetesSource(
             opened, opened.namespace, kubernetes_api.SERVICE, kubernetes_api.PORT_NAME, runs
@@ -285,14 +288,48 @@ async def test_kubernetes_goes_on_from_the_newest_version(
 
 def test_kubernetes_without_a_way_to_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        KubernetesApi.open("decodes", str(tmp_path / "missing"))
+        api_of("decodes", str(tmp_path / "missing"))
     assert caught.value.field == "decodes"
+
+
+async def test_kubernetes_from_a_pod_takes_no_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the service account's files over TLS; a renewed token counts, and a wrong CA does not."""
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setattr("batonlm.rpc.kubernetes_api.ACCOUNT", tmp_path)
+    files = Authority(tmp_path).host("api", "127.0.0.1")
+    (tmp_path / "ca.crt").write_bytes(files.ca.read_bytes())
+    (tmp_path / "namespace").write_text(kubernetes_api.NAMESPACE)
+    (tmp_path / "token").write_text("first")
+    with kubernetes_api.serving(tmp_path, files) as (api, _):
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        place = KubernetesPlace(api, "")
+        place.now(ONE)
+        async with watching(place.source) as told:
+            assert await anext(told) == {ONE}
+            await until(lambda: api.watching == 1)
+            place.now(ONE, TWO)
+            assert await anext(told) == {ONE, TWO}
+            (tmp_path / "token").write_text("second")
+            api.hang_up()
+            await until(lambda: api.tokens[-1] == "Bearer second")
+            await until(lambda: api.watching == 1)
+            place.now(TWO)
+            assert await anext(told) == {TWO}
+        assert set(api.tokens) == {"Bearer first", "Bearer second"}
+        other = tmp_path / "other"
+        strange = Authority(other).host("api", "127.0.0.1")
+        (tmp_path / "ca.crt").write_bytes(strange.ca.read_bytes())
+        with pytest.raises(NoAnswer, match="SSLCertVerificationError"):
+            open_api().request("GET", "/version", {}, (60.0, 60.0))
 
 
 def test_kubernetes_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
     with pytest.raises(InvalidArgument, match=r"pip install 'batonlm\[k8s\]'") as caught:
-        KubernetesApi.open("decodes")
+        api_of("decodes")
     assert caught.value.field == "decodes"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from batonlm.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, answers, runs
+from batonlm.router.workers.discovery_k8s import KubernetesSource, answers, api_of, runs
 from tests.services.router.kubernetes_api import slice_of
 from tests.services.router.test_discovery import watching
 
@@ -96,7 +96,7 @@ def pod(address: str, **conditions: bool) -> Any:
 
 
 async def test_what_a_real_server_tells(cluster: Cluster) -> None:
-    api = KubernetesApi.open(str(cluster.config), "decodes")
+    api = api_of("decodes", str(cluster.config))
     assert api.namespace == cluster.namespace
     cluster.create(slice_of("a", pod("10.1.0.1", ready=True), pod("10.1.0.2", ready=False)))
     followed = KubernetesSource(api, api.namespace, "decode", "grpc", runs)

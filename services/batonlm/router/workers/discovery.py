@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.router.workers.discovery_k8s import KubernetesApi, KubernetesSource, answers, runs
+from batonlm.router.workers.discovery_k8s import KubernetesSource, answers, api_of, runs
 from batonlm.router.workers.shared_stream import Broadcast
 from batonlm.rpc.address import join, split
+from batonlm.rpc.kubernetes_api import KubernetesApi
 
 DNS_INTERVAL_S = 5.0
 """Seconds between two look-ups of the same name."""
@@ -272,7 +273,7 @@ async def discovery_of(places: Mapping[str, Sequence[str]]) -> Discovery:
                 sources[role] = DnsSource(name, port, every_s=DNS_INTERVAL_S)
             case ServiceTarget(service, namespace, port_name):
                 if api is None:
-                    api = await asyncio.to_thread(KubernetesApi.open, f"{role}s")
+                    api = await asyncio.to_thread(api_of, f"{role}s")
                 wanted = answers if role == "router" else runs
                 namespace = namespace or api.namespace
                 sources[role] = KubernetesSource(api, namespace, service, port_name, wanted)

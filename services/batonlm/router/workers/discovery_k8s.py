@@ -1,8 +1,6 @@
-"""Discovery through a Kubernetes service, watched with the `kubernetes` client on a thread.
+"""Discovery through a Kubernetes service, watched on a thread (`rpc/kubernetes_api.py`).
 
-The client is an optional part of the installation (`batonlm[k8s]`) and imported only here. It is
-used only to reach the API: addresses, certificates, tokens and their renewal. The router's service
-account needs get, list and watch on endpointslices only.
+The router's service account needs get, list and watch on endpointslices only.
 """
 
 from __future__ import annotations
@@ -13,13 +11,13 @@ import logging
 import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.rpc.address import join
+from batonlm.rpc.kubernetes_api import Answer, KubernetesApi, NoAnswer, open_api
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +139,7 @@ class SliceWatch:
         self._on_change = on_change
         self._slices: dict[str, Json] = {}
         self._stopped = threading.Event()
-        self._response: Any = None
+        self._answer: Answer | None = None
         self._failures = 0
 
     def run(self) -> None:
@@ -158,10 +156,9 @@ class SliceWatch:
     def stop(self) -> None:
         """Makes `run` return soon. Thread-safe and idempotent."""
         self._stopped.set()
-        response = self._response
-        if response is not None:
-            with suppress(Exception):
-                response.shutdown()
+        answer = self._answer
+        if answer is not None:
+            answer.stop()
 
     def _failed(self, failure: Exception) -> None:
         # A version that is too old right after listing must not cause a busy loop.
@@ -178,7 +175,7 @@ class SliceWatch:
     def _list(self) -> str:
         """Lists all slices. Returns the version at which they are valid."""
         found: dict[str, Json] = {}
-        query: dict[str, Any] = {"limit": PAGE}
+        query = {"limit": str(PAGE)}
         while True:
             with self._asked(query, LIST_READ_S) as parts:
                 page = _json(b"".join(parts))
@@ -187,7 +184,7 @@ class SliceWatch:
                 found[_name(entry)] = entry
             if not metadata.get("continue"):
                 break
-            query["_continue"] = metadata["continue"]
+            query["continue"] = str(metadata["continue"])
         self._slices = found
         if self._failures:
             log.info("service %s/%s is watched again", self._namespace, self._service)
@@ -197,10 +194,10 @@ class SliceWatch:
     def _follow(self, version: str) -> str:
         """Runs one watch to its end. Returns the newest version seen."""
         query = {
-            "watch": True,
-            "resource_version": version,
-            "allow_watch_bookmarks": True,
-            "timeout_seconds": WATCH_S,
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(WATCH_S),
         }
         with self._asked(query, READ_S) as parts:
             for line in _lines(parts):
@@ -209,18 +206,24 @@ class SliceWatch:
         return version
 
     @contextmanager
-    def _asked(self, query: dict[str, Any], read_s: float) -> Iterator[Iterator[bytes]]:
+    def _asked(self, query: Mapping[str, str], read_s: float) -> Iterator[Iterator[bytes]]:
         """Yields the body of one answer in parts as they arrive, and closes it on exit."""
-        selector = f"kubernetes.io/service-name={self._service}"
-        whole = {"label_selector": selector, **query}
-        response = self._response = self._api.get(self._namespace, whole, (CONNECT_S, read_s))
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{self._namespace}/endpointslices"
+        whole = {"labelSelector": f"kubernetes.io/service-name={self._service}", **query}
         try:
-            if self._stopped.is_set():
-                raise ApiFailed(0, "stopped")
-            yield _parts(response)
-        finally:
-            self._response = None
-            response.close()
+            answer = self._api.request("GET", path, whole, (CONNECT_S, read_s))
+            self._answer = answer
+            try:
+                if self._stopped.is_set():
+                    raise ApiFailed(0, "stopped")
+                if answer.status != 200:
+                    raise ApiFailed(answer.status, f"{answer.status} {answer.reason}")
+                yield answer.parts()
+            finally:
+                self._answer = None
+                answer.close()
+        except NoAnswer as failure:
+            raise ApiFailed(0, str(failure)) from failure
 
     def _take(self, event: Json, version: str) -> str:
         entry = event.get("object") or {}
@@ -238,16 +241,6 @@ class SliceWatch:
                 return version
         self._on_change(list(self._slices.values()))
         return _version(entry, version)
-
-
-def _parts(response: Any) -> Iterator[bytes]:
-    """Yields the body as it arrives."""
-    import urllib3
-
-    try:
-        yield from response.stream(1 << 16)
-    except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise ApiFailed(0, type(error).__name__) from error
 
 
 def _lines(parts: Iterator[bytes]) -> Iterator[bytes]:
@@ -280,71 +273,22 @@ def _version(entry: Json, version: str) -> str:
 STOP_S = 2.0
 """Seconds that the thread has to end before it is abandoned; it ends with the process."""
 
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-
-class KubernetesApi:
-    """Access to the API, shared by all watches."""
-
-    def __init__(self, slices: Any, namespace: str) -> None:
-        """slices: the client's DiscoveryV1Api. namespace: the router's own."""
-        self._slices = slices
-        self.namespace = namespace
-
-    @classmethod
-    def open(cls, field: str, config_file: str = "") -> KubernetesApi:
-        """Connects with a kubeconfig file; without one with the pod's service account, else with
-        that of the variable KUBECONFIG, else the user's. Blocks for a second. Raises
-        InvalidArgument, naming the field."""
-        try:
-            from kubernetes import client, config
-        except ImportError:
-            raise InvalidArgument(
-                f"k8s:/// needs the Kubernetes client: {install('k8s')}", field=field
-            ) from None
-        made = client.Configuration()
-        try:
-            namespace = cls._configure(config, made, config_file)
-        except (config.ConfigException, OSError, ValueError, TypeError, KeyError):
-            raise InvalidArgument(
-                "k8s:/// needs a cluster: this is no pod with a service account, and neither "
-                "KUBECONFIG nor ~/.kube/config is a usable kubeconfig",
-                field=field,
-            ) from None
-        return cls(client.DiscoveryV1Api(client.ApiClient(made)), namespace)
-
-    @staticmethod
-    def _configure(config: Any, made: Any, config_file: str) -> str:
-        """Fills in the connection settings. Returns the namespace."""
-        if not config_file:
-            try:
-                config.load_incluster_config(client_configuration=made)
-                return _NAMESPACE.read_text().strip()
-            except (config.ConfigException, OSError):
-                pass
-        config.load_kube_config(config_file or None, client_configuration=made)
-        _, context = config.list_kube_config_contexts(config_file or None)
-        return str(context["context"].get("namespace") or "default")
-
-    def get(self, namespace: str, query: dict[str, Any], timeout_s: tuple[float, float]) -> Any:
-        """Sends GET for the namespace's endpointslices. Returns urllib3's response with its body
-        unread. query: in the client's names. timeout_s: to connect, and between two reads. Raises
-        ApiFailed for any status other than 200."""
-        import urllib3
-        from kubernetes.client import ApiException
-
-        try:
-            answer = self._slices.list_namespaced_endpoint_slice(
-                namespace, **query, _preload_content=False, _request_timeout=timeout_s
-            )
-        except ApiException as error:
-            raise ApiFailed(int(error.status or 0), f"{error.status} {error.reason}") from error
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise ApiFailed(0, type(error).__name__) from error
-        if answer.status != 200:
-            answer.close()
-            raise ApiFailed(answer.status, f"{answer.status} {answer.reason}")
-        return answer
+def api_of(field: str, config_file: str = "") -> KubernetesApi:
+    """Opens the API, shared by all watches (see `open_api`). Blocks for a second. Raises
+    InvalidArgument, naming the field."""
+    try:
+        return open_api(config_file)
+    except ImportError:
+        raise InvalidArgument(
+            f"k8s:/// outside a pod needs the Kubernetes client: {install('k8s')}", field=field
+        ) from None
+    except ValueError:
+        raise InvalidArgument(
+            "k8s:/// needs a cluster: this is no pod with a service account, and neither "
+            "KUBECONFIG nor ~/.kube/config is a usable kubeconfig",
+            field=field,
+        ) from None
 
 
 class KubernetesSource:
