@@ -41,7 +41,7 @@ OWNED = frozenset(
         *("allow_anonymous", "keys", "tls_cert", "tls_key", "tls_ca", "peer_token"),
         "tls_terminated",
         *("public_tls_cert", "public_tls_key", "public_tls_ca", "kv_network"),
-        *("tokenizers", "prefills", "decodes", "detokenizers", "routers"),
+        *("tokenizers", "prefills", "decodes", "detokenizers", "encodes", "routers"),
         *("model", "model_name", "vllm_tokenizer"),
         *("machines", "ranks_listen", "ranks_token", "ray_address"),
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "services"
-PROCESSES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+PROCESSES = ("router", "tokenizer", "prefill", "decode", "detokenizer", "encode")
 SHORT, SMALL, CROWDED = 40, 60, 14
 """Lines of a file that needs a reason, lines of one that is no room of its own, files of a folder
 that cannot be taken in at a glance."""

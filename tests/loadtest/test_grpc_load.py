@@ -64,6 +64,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse()
 
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        return pb.EmbedResponse()
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        return pb.ScoreResponse()
+
 
 async def with_server(inference: Inference, use: Callable[[GrpcLoadClient], Awaitable[Run]]) -> Run:
     server = grpc.aio.server()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 
 from batonlm.detokenizer.config import DetokenizerConfig
+from batonlm.encode.config import EncodeConfig
 from batonlm.router.config import RouterConfig
 from batonlm.rpc.config import describe, load, options_of, parse
 from batonlm.tokenizer.config import TokenizerConfig
 from batonlm.worker.options import DecodeConfig, PrefillConfig
 
-CONFIGS = (RouterConfig, TokenizerConfig, PrefillConfig, DecodeConfig, DetokenizerConfig)
+CONFIGS = (
+    RouterConfig,
+    TokenizerConfig,
+    PrefillConfig,
+    DecodeConfig,
+    DetokenizerConfig,
+    EncodeConfig,
+)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -56,6 +56,8 @@ class UpOptions:
     tokenizer: int = 1
     detokenizer: int = 1
     routers: int = 1
+    embed_model: tuple[str, ...] = ()
+    """Models of encode workers, one worker each."""
     router_flags: tuple[str, ...] = ()
     """Additional flags of every router."""
     engine_flags: tuple[str, ...] = ()
@@ -194,7 +196,9 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
             precision, note = chosen.precision, chosen.words
             if not options.kv_memory_mib:
                 memory = ("--kv-memory-mib", str(chosen.kv_bytes // MIB))
-    ports = iter(free_ports(2 * (engines + options.tokenizer + options.detokenizer)))
+    encodes = [resolve_model(each) for each in options.embed_model]
+    others = options.tokenizer + options.detokenizer + len(encodes)
+    ports = iter(free_ports(2 * (engines + others)))
     processes: list[ProcessSpec] = []
     addresses: dict[str, list[str]] = {}
 
@@ -230,6 +234,9 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     ):
         for index in range(count):
             add(role, index, *flags)
+    for index, (folder, known_as) in enumerate(encodes):
+        flags = ("--model", str(folder), "--model-name", known_as, "--device", options.device)
+        add("encode", index, *flags, "--threads", str(threads))
     lists = [
         part
         for role, flag in (
@@ -237,6 +244,7 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
             ("prefill", "--prefills"),
             ("decode", "--decodes"),
             ("detokenizer", "--detokenizers"),
+            ("encode", "--encodes"),
         )
         for part in (flag, ",".join(addresses.get(role, [])))
         if addresses.get(role)
@@ -287,7 +295,8 @@ def check_machine(options: UpOptions) -> None:
     model, which is fetched if necessary. Raises BatonError naming the option."""
     _check_installed(options)
     _check_ports(options)
-    check_folder(resolve_model(options.model)[0])
+    for model in (options.model, *options.embed_model):
+        check_folder(resolve_model(model)[0])
 
 
 def check_folder(folder: Path) -> None:

@@ -118,12 +118,13 @@ def quantile(buckets: Sequence[Counter[float]], share: float) -> float | None:
     return lower
 
 
-ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
+ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer", "encode")
 
 _TOKENS = {
     "tokenizer": "baton_encoded_tokens_total",
     "prefill": "baton_prefill_tokens_total",
     "decode": "baton_decode_tokens_total",
+    "encode": "baton_vector_tokens_total",
 }
 NAMES = frozenset(
     {

@@ -172,6 +172,10 @@ def add_parser(subparsers: Any) -> None:
         "--max-model-len", type=int, default=0, metavar="TOKENS",
         help="longest sequence (default: the model's, or what the memory for KV holds)",
     )  # fmt: skip
+    parser.add_argument(
+        "--embed-model", nargs="+", default=(), metavar="MODEL",
+        help="folders or hub ids of models for /v1/embeddings and /v1/rerank, a process each",
+    )  # fmt: skip
     for name in _COUNTS:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(defaults, name), metavar="N",
@@ -297,7 +301,7 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> UpOptions:
     names = UpOptions.__dataclass_fields__.keys() & vars(args).keys()
     values: dict[str, Any] = {name: getattr(args, name) for name in names}
-    for name in ("served_model_name", "cors_origin"):
+    for name in ("served_model_name", "cors_origin", "embed_model"):
         values[name] = tuple(values[name])
     return UpOptions(**values)
 

@@ -72,6 +72,7 @@ class RouterConfig(ProcessOptions):
     prefills: tuple[str, ...] = option((), "prefill workers, likewise; none: decode prefills")
     decodes: tuple[str, ...] = option((), "decode workers, likewise")
     detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
+    encodes: tuple[str, ...] = option((), "encode workers, likewise; none: no vectors, no scores")
     routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
     model: str = option("", "name of the model served; empty: whatever the workers serve")
     model_aliases: tuple[str, ...] = option((), "other names by which clients may name that model")
@@ -209,6 +210,7 @@ class RouterConfig(ProcessOptions):
             "prefill": self.prefills,
             "decode": self.decodes,
             "detokenizer": self.detokenizers,
+            "encode": self.encodes,
             "router": self.routers,
         }
 

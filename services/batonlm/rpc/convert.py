@@ -20,7 +20,13 @@ from google.protobuf.message import Message as ProtoMessage
 
 from batonlm.core.errors import BatonError, InvalidArgument, Reason, from_reason
 from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
-from batonlm.core.request.model import AnswerFormat, KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.request.model import (
+    AnswerFormat,
+    KvLayout,
+    ModelDescription,
+    ModelTask,
+    WorkerIdentity,
+)
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import (
     ChatPrompt,
@@ -136,16 +142,21 @@ def layout_from_proto(message: pb.KvLayout, field: str = "layout") -> KvLayout:
     return parsed(KvLayout, message)
 
 
+_TASKS = {pb.ModelTask.Value(f"MODEL_TASK_{task.name}"): task for task in ModelTask}
+
+
 def model_to_proto(model: ModelDescription) -> pb.ModelDescription:
     markers = [pb.MarkerToken(text=t, token_id=id_) for t, id_ in model.answer_format.markers]
     answers = filled(pb.AnswerFormat, model.answer_format, markers=markers)
-    return filled(pb.ModelDescription, model, answer_format=answers)
+    task = pb.ModelTask.Value(f"MODEL_TASK_{model.task.name}")
+    return filled(pb.ModelDescription, model, answer_format=answers, task=task)
 
 
 def model_from_proto(message: pb.ModelDescription) -> ModelDescription:
     markers = tuple((marker.text, marker.token_id) for marker in message.answer_format.markers)
     answers = parsed(AnswerFormat, message.answer_format, markers=markers)
-    return parsed(ModelDescription, message, answer_format=answers)
+    task = _TASKS.get(message.task, ModelTask.GENERATE)
+    return parsed(ModelDescription, message, answer_format=answers, task=task)
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:

@@ -222,6 +222,7 @@ REMOTE_PREFILL = Spec(
 LOCAL_PREFILL = Spec("baton_local_prefill_total", "Attempts whose KV their decode worker computed.")
 PROMPT_TOKENS = Spec("baton_prompt_tokens_total", "Prompt tokens of accepted requests.")
 ENCODED_TOKENS = Spec("baton_encoded_tokens_total", "Tokens that a tokenizer made of prompts.")
+VECTOR_TOKENS = Spec("baton_vector_tokens_total", "Tokens that encode workers computed.")
 CACHED_TOKENS = Spec("baton_cached_tokens_total", "Input tokens found in a prefix cache.")
 CACHE_LOOKUPS = Spec(
     "baton_tokenizer_cache_lookups_total",

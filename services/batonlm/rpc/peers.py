@@ -26,13 +26,14 @@ DOCTOR = "doctor"
 """The role of `baton doctor kv`, which does a handshake with a worker and fetches only the KV of a
 probe."""
 
-ROLES = frozenset({"router", "tokenizer", "prefill", "decode", "detokenizer", DOCTOR})
+ROLES = frozenset({"router", "tokenizer", "prefill", "decode", "detokenizer", "encode", DOCTOR})
 
 CALLERS: dict[str, frozenset[str]] = {
     "baton.v1.Tokenizer": frozenset({"router"}),
     "baton.v1.Prefill": frozenset({"router"}),
     "baton.v1.Decode": frozenset({"router"}),
     "baton.v1.Detokenizer": frozenset({"router"}),
+    "baton.v1.Encode": frozenset({"router"}),
     "baton.v1.Handover": frozenset({"decode", DOCTOR}),
     "baton.v1.Worker": frozenset({"router", DOCTOR}),
     "grpc.health.v1.Health": ROLES,

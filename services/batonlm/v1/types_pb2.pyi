@@ -155,6 +155,34 @@ ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 14
 """Workers that ran the request died of it; it is not to be sent again."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
+class _ModelTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_TASK_UNSPECIFIED: _ModelTask.ValueType  # 0
+    """Text that continues it."""
+    MODEL_TASK_GENERATE: _ModelTask.ValueType  # 1
+    """Text that continues it."""
+    MODEL_TASK_EMBED: _ModelTask.ValueType  # 2
+    """The vector of a text."""
+    MODEL_TASK_SCORE: _ModelTask.ValueType  # 3
+    """The score of a pair of texts."""
+
+class ModelTask(_ModelTask, metaclass=_ModelTaskEnumTypeWrapper):
+    """What a model makes of an input."""
+
+MODEL_TASK_UNSPECIFIED: ModelTask.ValueType  # 0
+"""Text that continues it."""
+MODEL_TASK_GENERATE: ModelTask.ValueType  # 1
+"""Text that continues it."""
+MODEL_TASK_EMBED: ModelTask.ValueType  # 2
+"""The vector of a text."""
+MODEL_TASK_SCORE: ModelTask.ValueType  # 3
+"""The score of a pair of texts."""
+Global___ModelTask: _TypeAlias = ModelTask  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How one choice's next token is drawn. Absent fields mean "the default", which differs from zero."""
@@ -577,6 +605,8 @@ class ModelDescription(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    VECTOR_SIZE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     digest: _builtins.str
@@ -587,6 +617,10 @@ class ModelDescription(_message.Message):
     """Number of token ids."""
     tokenizer_digest: _builtins.str
     """Digest over the tokenizer's files, hex."""
+    task: Global___ModelTask.ValueType
+    """What it makes of an input; unset: text."""
+    vector_size: _builtins.int
+    """Numbers of each vector that it makes."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
@@ -605,10 +639,12 @@ class ModelDescription(_message.Message):
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tokenizer_digest: _builtins.str = ...,
         answer_format: Global___AnswerFormat | None = ...,
+        task: Global___ModelTask.ValueType = ...,
+        vector_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "tokenizer_digest", b"tokenizer_digest", "vector_size", b"vector_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,8 @@ import sys
 import grpc
 
 sys.path.insert(0, sys.argv[1])
-from batonlm.v1 import inference_pb2 as pb
-from batonlm.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc, tokenizer_pb2, types_pb2
 
 RETRY = {
     "methodConfig": [

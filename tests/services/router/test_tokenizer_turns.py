@@ -12,20 +12,21 @@ import pytest
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import Unavailable
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
-from batonlm.core.routing.failures import Breaker
+from batonlm.core.routing.failures import Breaker, RetryBudget
 from batonlm.core.routing.load import WorkerDescription
+from batonlm.router.config import RouterConfig
 from batonlm.router.workers.clients import TokenizerClient
 from batonlm.router.workers.fleet import Pool, Worker
 from batonlm.router.workers.shared_stream import Broadcast
-from batonlm.router.workers.tokenizers import (
+from batonlm.router.workers.work_queue import (
     LONG_BYTES,
     MAX_GRAMMARS,
     SHORT_BYTES_PER_THREAD,
     SHORT_INPUTS_PER_THREAD,
     Lane,
-    QueuedInput,
-    TokenizerQueue,
-    TokenizerSlot,
+    QueuedWork,
+    WorkerSlot,
+    WorkQueue,
 )
 from tests.services.router.conftest import until
 
@@ -61,8 +62,14 @@ class World:
     def __init__(self) -> None:
         self.pool = Usable(worker())
         self.changed = Broadcast()
-        self.turns = TokenizerQueue(cast(Pool[TokenizerClient], self.pool), self.changed)
-        self.had: list[tuple[str, TokenizerSlot]] = []
+        self.turns = WorkQueue(
+            cast(Pool[TokenizerClient], self.pool),
+            self.changed,
+            RouterConfig(),
+            RetryBudget(share=0.1, per_s=1.0, most=1),
+            fits=Worker.has_tokenizer,
+        )
+        self.had: list[tuple[str, WorkerSlot[TokenizerClient]]] = []
 
     def ask(
         self,
@@ -72,12 +79,12 @@ class World:
         *,
         deadline: float = NEVER,
         **more: Any,
-    ) -> asyncio.Task[TokenizerSlot]:
-        async def one() -> TokenizerSlot:
+    ) -> asyncio.Task[WorkerSlot[TokenizerClient]]:
+        async def one() -> WorkerSlot[TokenizerClient]:
             fields: dict[str, Any] = {
-                "tokenizer_digest": "d", "passed_over": (), "give_up": NEVER, **more
+                "digest": "d", "passed_over": (), "give_up": NEVER, **more
             }  # fmt: skip
-            wanted = QueuedInput("r", tenant, lane, size, **fields)
+            wanted = QueuedWork[TokenizerClient]("r", tenant, lane, size, **fields)
             turn = await self.turns.turn(wanted, deadline)
             self.had.append((tenant.name, turn))
             return turn
@@ -192,7 +199,7 @@ async def test_each_model_waits_for_its_own_tokenizers(world: World) -> None:
     world.pool.workers = [worker("t0"), worker("t1", digest="e")]
     turn = await world.ask(A)
     blocked = world.ask(A)
-    other = await world.ask(B, tokenizer_digest="e")
+    other = await world.ask(B, digest="e")
     assert other.worker is world.pool.workers[1]
     turn.release()
     other.release()
@@ -245,7 +252,7 @@ async def test_who_is_cancelled_before_its_turn_comes_does_not_keep_the_next_one
 
 async def test_nothing_is_left_whenever_who_is_cancelled(world: World) -> None:
     draw = random.Random(5)
-    tasks: list[asyncio.Task[TokenizerSlot]] = []
+    tasks: list[asyncio.Task[WorkerSlot[TokenizerClient]]] = []
     for _ in range(400):
         match draw.randrange(4):
             case 0 | 1:

@@ -100,6 +100,9 @@ class Scripted:
     def models(self) -> list[ModelDescription]:
         return [MODEL]
 
+    def all_models(self) -> list[ModelDescription]:
+        return self.models()
+
     def ready(self) -> bool:
         return self.is_ready
 
@@ -193,6 +196,8 @@ def prompt_text(request: Request) -> str:
             return text
         case TokenPrompt(token_ids=ids):
             return bytes(token_id % 256 for token_id in ids).decode(errors="replace")
+        case _:
+            raise AssertionError("nothing is generated of it")
 
 
 def prompt_ids(request: Request) -> tuple[int, ...]:

@@ -197,9 +197,14 @@ class Ask:
     """Upper bound of the prompt's tokens."""
     longest_output: int
     """Tokens of all its choices together; one per choice for a request without max_tokens."""
+    encodes: bool = False
+    """Whether an encode worker computes its tokens. They are charged as estimated, and exactly when
+    it ends: only that worker counts them."""
 
     @property
     def least_charge(self) -> int:
+        if self.encodes:
+            return self.likely_tokens
         return self.least_tokens + self.longest_output if self.choices else 0
 
     @property
@@ -477,7 +482,8 @@ class AdmissionCharge:
             used = self._prompt + output
             unused = max(0, self._charged - used)
         else:
-            used = self._encoded if at_fault or (finished and ask.choices) else 0
+            pays = ask.choices or ask.encodes
+            used = self._encoded if at_fault or (finished and pays) else 0
             unused = self._charged - used
         admission.requests.give_back(ask.tenant.name, 1)
         admission.tokens.give_back(ask.tenant.name, self._charged)

@@ -263,6 +263,10 @@ class RequestRecord:
         self.model, self.prompt_tokens = model, prompt_tokens
         self.max_tokens = stop.max_tokens
 
+    def computed(self, model: str, prompt_tokens: int) -> None:
+        """Records the model and the tokens of a request that generates nothing."""
+        self.model, self.prompt_tokens = model, prompt_tokens
+
     def runs_on(self, model: ModelDescription) -> None:
         """Records another model of the same name. Allowed only before the request has a token."""
         self.model = model.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from enum import Enum
 
 WIRE_VERSION = 1
 """The newest version of the hand-over protocol (Collect messages, KV chunks, payload) that this
@@ -91,6 +92,17 @@ class AnswerFormat:
     """Texts that are one token of the vocabulary, each with its token id."""
 
 
+class ModelTask(Enum):
+    """What a model makes of an input."""
+
+    GENERATE = 1
+    """Text that continues it."""
+    EMBED = 2
+    """The vector of a text."""
+    SCORE = 3
+    """The score of a pair of texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """What other processes need to know about a model."""
@@ -104,6 +116,9 @@ class ModelDescription:
     """In hex, over the tokenizer's files."""
     answer_format: AnswerFormat = AnswerFormat()
     """Reported by tokenizers only."""
+    task: ModelTask = ModelTask.GENERATE
+    vector_size: int = 0
+    """Numbers of each vector that it makes."""
 
 
 @dataclass(frozen=True, slots=True)

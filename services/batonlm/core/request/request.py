@@ -173,7 +173,38 @@ class ChatPrompt:
     variable is an error."""
 
 
-Prompt = TextPrompt | TokenPrompt | ChatPrompt
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """A query, and a text that may answer it."""
+
+    query: str
+    document: str
+
+
+VectorInput = str | tuple[int, ...] | TextPair
+"""A text, token ids with the special tokens that the model needs, or a pair to score."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorPrompt:
+    """What an encode worker computes: the vectors of texts and ids, or the scores of pairs."""
+
+    inputs: tuple[VectorInput, ...]
+    """All pairs, or none."""
+    dimensions: int = 0
+    """Numbers of each vector to keep, from its start; 0: all."""
+    truncate_tokens: int | None = None
+    """Drops what exceeds so many tokens; -1: what exceeds the model's length; None: that is an
+    error."""
+    prompt_name: str = ""
+    """Which of the model's prompts goes before each text; empty: its default one."""
+
+    @property
+    def scores(self) -> bool:
+        return bool(self.inputs) and isinstance(self.inputs[0], TextPair)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt | VectorPrompt
 
 
 @dataclass(frozen=True, slots=True)

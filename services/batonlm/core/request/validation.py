@@ -19,11 +19,13 @@ from batonlm.core.request.request import (
     Prompt,
     Request,
     SamplingParams,
+    TextPair,
     TextPrompt,
     TokenPrompt,
     Tool,
     ToolChoice,
     ToolUse,
+    VectorPrompt,
 )
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -275,6 +277,9 @@ class Range(NamedTuple):
 INT32_MAX = 2**31 - 1
 MAX_PROMPT_BYTES = 1 << 20
 MAX_PROMPT_TOKENS = 1 << 18
+MAX_VECTOR_INPUTS = 2048
+MAX_VECTOR_BYTES = 1 << 23
+"""Of all inputs of a request, a query counted with each of its documents."""
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS = 8
 MAX_STOP_STRING_BYTES = 256
@@ -311,6 +316,12 @@ REQUEST_RANGES = {
 }
 
 
+VECTOR_RANGES = {
+    "dimensions": Range(0, 1 << 16),
+    "truncate_tokens": Range(-1, INT32_MAX),
+}
+
+
 def validate(request: Request) -> Request:
     """Returns the request itself. Raises InvalidArgument naming the first invalid field."""
     _check_prompt(request)
@@ -343,6 +354,38 @@ def _check_prompt(request: Request) -> None:
             _check_token_ids("prompt", ids)
         case ChatPrompt() as chat:
             check_chat(chat)
+        case VectorPrompt() as vectors:
+            _check_vectors(vectors)
+
+
+def _check_vectors(prompt: VectorPrompt) -> None:
+    field = "documents" if prompt.scores else "inputs"
+    if not prompt.inputs:
+        raise wrong(field, "must not be empty")
+    check_length(field, prompt.inputs, MAX_VECTOR_INPUTS, "entries")
+    left = MAX_VECTOR_BYTES
+    for given in prompt.inputs:
+        match given:
+            case TextPair(query, document):
+                if not query:
+                    raise wrong("query", "must not be empty")
+                left -= check_text("query", query, MAX_PROMPT_BYTES)
+                left -= check_text(field, document, MAX_PROMPT_BYTES)
+            case str():
+                left -= check_text(field, given, MAX_PROMPT_BYTES)
+            case _:
+                check_length(field, given, MAX_PROMPT_TOKENS, "tokens")
+                _check_token_ids(field, given)
+        if not given or (isinstance(given, TextPair) and not given.document):
+            raise wrong(field, "must not have an empty entry")
+        if left < 0:
+            raise wrong(field, f"must have at most {MAX_VECTOR_BYTES} bytes with their query")
+    _check_number("dimensions", prompt.dimensions, VECTOR_RANGES["dimensions"])
+    if prompt.truncate_tokens is not None:
+        _check_number("truncate_tokens", prompt.truncate_tokens, VECTOR_RANGES["truncate_tokens"])
+        if prompt.truncate_tokens == 0:
+            raise wrong("truncate_tokens", "must not be 0")
+    check_text("prompt_name", prompt.prompt_name, MAX_NAME_BYTES)
 
 
 def _check_sampling(sampling: SamplingParams) -> None:

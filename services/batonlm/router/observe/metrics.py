@@ -23,7 +23,8 @@ from batonlm.core.errors import BatonError
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.observe.timings import BOUNDS_S, Durations, together
 from batonlm.core.request.attempt import TokenLog
-from batonlm.core.request.request import ChatPrompt, Request
+from batonlm.core.request.request import Request
+from batonlm.router.observe.stage_timer import operation_of
 from batonlm.rpc import metrics, tracing
 from batonlm.rpc.metrics import (
     INTER_TOKEN,
@@ -177,10 +178,14 @@ class RouterMetrics:
 
     def accepted(self, tenant: Tenant, model: str, prompt_tokens: int) -> None:
         """A request's prompt is encoded and admitted."""
-        self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
-        self._prompt_tokens.inc(prompt_tokens)
+        self.computed(tenant, model, prompt_tokens)
         self.arrived.requests[model] += 1
         self.arrived.prompt_tokens[model] += prompt_tokens
+
+    def computed(self, tenant: Tenant, model: str, prompt_tokens: int) -> None:
+        """So many tokens of a request are prefilled, or were computed by an encode worker."""
+        self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
+        self._prompt_tokens.inc(prompt_tokens)
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
 
     def first_token(self, tenant: Tenant, seconds: float) -> None:
@@ -295,8 +300,7 @@ class _GenAiMetrics:
         times: StageTimes,
         logs: Sequence[TokenLog],
     ) -> None:
-        chat = isinstance(request.prompt, ChatPrompt)
-        labels = (tracing.CHAT if chat else tracing.TEXT_COMPLETION, tracing.BATON, model, model)
+        labels = (operation_of(request.prompt), tracing.BATON, model, model)
         self._duration.labels(*labels, error_type(error)).observe(times.total_s)
         if error is not None or not any(map(len, logs)):
             return

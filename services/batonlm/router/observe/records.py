@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import InvalidArgument, NotFound
 from batonlm.core.observe.request_record import RequestRecord
-from batonlm.core.request.request import ChatPrompt, Request, TextPrompt
+from batonlm.core.request.request import ChatPrompt, Request, TextPrompt, VectorPrompt
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.rpc.metrics import REGISTRY, Spec, counter
@@ -132,6 +132,8 @@ def _asked(request: Request) -> str:
             return "chat"
         case TextPrompt():
             return "text"
+        case VectorPrompt() as vectors:
+            return "scores" if vectors.scores else "vectors"
         case _:
             return "tokens"
 

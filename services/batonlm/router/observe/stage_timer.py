@@ -8,7 +8,7 @@ from batonlm.core.errors import BatonError
 from batonlm.core.observe.request_record import AttemptRecord, RequestRecord, best_few, why
 from batonlm.core.observe.stages import Stage, StageClock, TraceContext
 from batonlm.core.request.attempt import Phase, TokenLog
-from batonlm.core.request.request import Accepted, ChatPrompt, Request
+from batonlm.core.request.request import Accepted, ChatPrompt, Prompt, Request, VectorPrompt
 from batonlm.core.request.request_state import AttemptRun
 from batonlm.router.request.dispatcher import Placement
 from batonlm.rpc import tracing
@@ -125,9 +125,20 @@ class RequestTrace:
 NO_TRACE = RequestTrace(NO_SPAN)
 
 
+def operation_of(prompt: Prompt) -> str:
+    """Returns what a request does, as OpenTelemetry's conventions name it."""
+    match prompt:
+        case ChatPrompt():
+            return tracing.CHAT
+        case VectorPrompt():
+            return tracing.RERANK if prompt.scores else tracing.EMBEDDINGS
+        case _:
+            return tracing.TEXT_COMPLETION
+
+
 def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
     """Returns the trace of a request that has arrived. began: when."""
-    operation = tracing.CHAT if isinstance(request.prompt, ChatPrompt) else tracing.TEXT_COMPLETION
+    operation = operation_of(request.prompt)
     span = tracer.begin(operation, parent=request.trace, at=began)
     if not span.recording:
         return NO_TRACE
@@ -135,12 +146,15 @@ def trace_of(tracer: Tracer, request: Request, began: float) -> RequestTrace:
     attributes: dict[str, Value] = {
         tracing.OPERATION: operation,
         tracing.PROVIDER: tracing.BATON,
-        tracing.REQUEST_CHOICES: request.n,
-        tracing.REQUEST_TEMPERATURE: sampling.temperature,
-        tracing.REQUEST_TOP_P: sampling.top_p,
-        tracing.REQUEST_TOP_K: sampling.top_k,
         tracing.TENANT: request.tenant.name,
     }
+    if not isinstance(request.prompt, VectorPrompt):
+        attributes |= {
+            tracing.REQUEST_CHOICES: request.n,
+            tracing.REQUEST_TEMPERATURE: sampling.temperature,
+            tracing.REQUEST_TOP_P: sampling.top_p,
+            tracing.REQUEST_TOP_K: sampling.top_k,
+        }
     if request.model:
         attributes[tracing.REQUEST_MODEL] = request.model
     if request.max_tokens is not None:

@@ -40,6 +40,7 @@ from batonlm.core.request.request import (
     StopParams,
     TextPrompt,
     TokenPrompt,
+    VectorPrompt,
 )
 from batonlm.core.routing.failures import Quarantine, RetryBudget
 from batonlm.core.routing.load import TenantUse
@@ -49,8 +50,9 @@ from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.router.request.dispatcher import Dispatcher, PendingAttempt
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.workers.clients import TOKEN_ID_BYTES
+from batonlm.router.workers.encoders import input_bytes
 from batonlm.router.workers.fleet import Fleet
-from batonlm.router.workers.tokenizers import AskedBy
+from batonlm.router.workers.work_queue import AskedBy
 
 MAX_QUEUED_TOKENS = 1 << 20
 """Most expected tokens of all queued requests together."""
@@ -209,6 +211,7 @@ class AdmissionController:
             request.tenant,
             request.priority,
             choices=choices,
+            encodes=isinstance(request.prompt, VectorPrompt),
             least_tokens=least,
             most_tokens=most,
             longest_output=choices * (request.max_tokens or 1),
@@ -312,6 +315,9 @@ def prompt_bounds(prompt: Prompt) -> tuple[int, int, int]:
         case TextPrompt(text=text):
             size = len(text.encode())
             return 1, size + SPECIAL_TOKENS, size
+        case VectorPrompt(inputs=inputs):
+            size = sum(map(input_bytes, inputs))
+            return len(inputs), size + SPECIAL_TOKENS * len(inputs), size
         case ChatPrompt():
             size = sum(len(text.encode()) for text in _texts(prompt))
             return 1, size + SPECIAL_TOKENS * (len(prompt.messages) + 2), size

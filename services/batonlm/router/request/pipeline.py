@@ -29,6 +29,7 @@ from batonlm.router.request.admission import AdmissionController, RequestContext
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.request.preparation import Preparation, Prepared
 from batonlm.router.request.runner import RequestRunner
+from batonlm.router.workers.encoders import Vectors
 from batonlm.router.workers.fleet import Fleet
 from batonlm.router.workers.tokenizers import EncodedPrompt
 from batonlm.rpc.tracing import OFF, Tracer, now
@@ -215,8 +216,12 @@ class Pipeline:
         return Counter(runner.model.name for runner in self._runners)
 
     def models(self) -> list[ModelDescription]:
-        """The models that can be requested now."""
+        """The models that generate and can be requested now."""
         return self._preparation.models()
+
+    def all_models(self) -> list[ModelDescription]:
+        """All models that can be requested now, for whatever task."""
+        return self.models() + self._preparation.encode_models()
 
     def ready(self) -> bool:
         """Whether requests should be sent here: they would be accepted and could be answered
@@ -268,7 +273,7 @@ class Pipeline:
             raise
         self.records.begin(request, context.request_id, stages)
         try:
-            made = await self._prepare(context)
+            made = await self._in_time(context, self._preparation.prepare)
         except BaseException as failure:
             self._end(context, failure)
             raise
@@ -303,13 +308,16 @@ class Pipeline:
             raise
         return stream
 
-    async def _prepare(self, context: RequestContext) -> Prepared:
-        """Raises BatonError."""
+    async def _in_time(
+        self, context: RequestContext, work: Callable[[RequestContext], Awaitable[T]]
+    ) -> T:
+        """Runs a part of a request that ends at its deadline, and when the router leaves. Raises
+        BatonError."""
         try:
             async with asyncio.timeout_at(context.deadline) as preparing:
                 self._preparing.add(preparing)
                 try:
-                    return await self._preparation.prepare(context)
+                    return await work(context)
                 finally:
                     self._preparing.discard(preparing)
         except TimeoutError:
@@ -340,6 +348,31 @@ class Pipeline:
         """Returns the text of a request's TokenPrompt, including special tokens. holding: as in
         `tokenize`. Raises BatonError."""
         return await self._text_only(request, holding, self._preparation.detokenize)
+
+    async def vectors(self, request: Request, holding: Holding | None = None) -> Vectors:
+        """Returns the vectors or scores of a request's VectorPrompt. holding: as in `tokenize`.
+        Raises BatonError."""
+        error: BaseException | None = None
+        began, arrival = now(), asyncio.get_running_loop().time()
+        stages = StageTimer(began, trace_of(self._tracer, request, began))
+        try:
+            with self.reading(request.tenant):
+                validate(request)
+            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
+            own = holding and holding.none()
+            context = self._admit(request, stages, deadline, own, generates=False)
+        except BaseException as refusal:
+            stages.over(refusal)
+            self._metrics.over(request, "", refusal, stages.times())
+            raise
+        self.records.begin(request, context.request_id, stages)
+        try:
+            return await self._in_time(context, self._preparation.vectors)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._end(context, error)
 
     async def _text_only(
         self,

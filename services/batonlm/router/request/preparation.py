@@ -26,12 +26,13 @@ from batonlm.core.request.first_attempt import (
     scoring,
     truncated,
 )
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import ModelDescription, ModelTask
 from batonlm.core.request.request import (
     Accepted,
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
+    VectorPrompt,
 )
 from batonlm.core.request.request_state import RequestState
 from batonlm.core.routing.routing import models_of
@@ -39,6 +40,7 @@ from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.router.request.admission import RequestContext, RouterServices
 from batonlm.router.request.runner import RequestRunner
 from batonlm.router.request.texts import PROMPT_TAIL, Texts, TokenBytes
+from batonlm.router.workers.encoders import Encoders, Vectors
 from batonlm.router.workers.tokenizers import EncodedPrompt, Tokenizers
 from batonlm.rpc.convert import token_ids_to_bytes
 from batonlm.rpc.tracing import SCORE, now
@@ -69,9 +71,14 @@ class Preparation:
         config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
         self._tokenizers = Tokenizers(services.fleet, config, services.budget)
+        self._encoders = Encoders(services.fleet, config, services.budget)
+
+    def encode_models(self) -> list[ModelDescription]:
+        """The models of which vectors or scores can be requested now."""
+        return self._encoders.models()
 
     def models(self) -> list[ModelDescription]:
-        """The models that can be requested now."""
+        """The models that generate and can be requested now."""
         wanted = self._services.config.model
         served = models_of(self._services.fleet.decodes.snapshots())
         return [model for model in served if wanted in ("", model.name)]
@@ -191,9 +198,33 @@ class Preparation:
             on_turn=context.charge.encoding,
         )
 
+    async def vectors(self, context: RequestContext) -> Vectors:
+        """See `Pipeline.vectors`. Raises BatonError."""
+        services, request, stages = self._services, context.request, context.stages
+        prompt = request.prompt
+        assert isinstance(prompt, VectorPrompt)
+        services.budget.started()
+        task = ModelTask.SCORE if prompt.scores else ModelTask.EMBED
+        model = await self._encoders.model(request.model, task)
+        stages.reached(Stage.TURN)
+        found = await self._encoders.run(
+            prompt,
+            model,
+            context.caller,
+            on_turn=context.charge.encoding,
+            on_served=stages.served_by,
+        )
+        context.charge.encoded(found.num_tokens)
+        services.metrics.computed(request.tenant, model.name, found.num_tokens)
+        if stages.record is not None:
+            stages.record.computed(model.name, found.num_tokens)
+        return found
+
     async def close(self) -> None:
-        """Stops the tokenizer queue. Waiting tasks are ended by their own requests."""
+        """Stops the queues for tokenizers and encode workers. Waiting tasks are ended by their own
+        requests."""
         await self._tokenizers.close()
+        await self._encoders.close()
 
     async def _check_tools(
         self, context: RequestContext, shortest: tuple[int, ...], model: ModelDescription

@@ -1,9 +1,9 @@
-"""Unary calls to prefill workers and tokenizers. Each client serves one instance id."""
+"""Unary calls to prefill, tokenizer and encode workers. Each client serves one instance id."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -17,6 +17,8 @@ from batonlm.rpc.calls import cancelled_here
 from batonlm.rpc.convert import attempt_to_proto, error_from_proto
 from batonlm.rpc.errors import REQUEST_ID_KEY, from_rpc_error
 from batonlm.rpc.tracing import metadata_of
+from batonlm.v1.encode_pb2 import EncodeRunRequest, EncodeRunResponse, VectorOutput
+from batonlm.v1.encode_pb2_grpc import EncodeStub
 from batonlm.v1.prefill_pb2 import CancelRequest, RunRequest, RunResponse
 from batonlm.v1.prefill_pb2_grpc import PrefillStub
 from batonlm.v1.tokenizer_pb2 import (
@@ -178,6 +180,43 @@ class TokenizerClient(UnaryClient):
         if output.HasField("error"):
             raise error_from_proto(output.error)
         return output
+
+
+NUMBER_BYTES = 4
+"""Of a float32 on the wire."""
+
+CALL_TIMEOUT_S = 120.0
+"""Seconds; more than the largest group takes on a slow machine that does something else, too."""
+
+
+class EncodeClient(UnaryClient):
+    """The `baton.v1.Encode` service of one instance id."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        super().__init__()
+        self._stub = EncodeStub(channel)
+
+    async def run_batch(
+        self,
+        request: EncodeRunRequest,
+        request_id: str,
+        remaining_s: float,
+        trace: TraceContext = UNTRACED,
+    ) -> Sequence[VectorOutput]:
+        """Returns an output for each input, each with numbers or with an error. Raises
+        BatonError."""
+        timeout_s = max(0.0, min(remaining_s, CALL_TIMEOUT_S))
+        answer: EncodeRunResponse = await self.call(
+            self._stub.Run, request, request_id=request_id, timeout_s=timeout_s, trace=trace
+        )
+        sizes = {len(output.numbers) for output in answer.outputs if not output.HasField("error")}
+        if (
+            len(answer.outputs) != len(request.inputs)
+            or len(sizes) > 1
+            or any(not size or size % NUMBER_BYTES for size in sizes)
+        ):
+            raise Internal("The encode worker answered something else.")
+        return answer.outputs
 
 
 def _astray() -> Internal:

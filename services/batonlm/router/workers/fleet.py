@@ -32,7 +32,7 @@ from batonlm.core.routing.routing import (
     model_for,
     replacement_model,
 )
-from batonlm.router.workers.clients import PrefillClient, TokenizerClient
+from batonlm.router.workers.clients import EncodeClient, PrefillClient, TokenizerClient
 from batonlm.router.workers.decode_session import DecodeSession
 from batonlm.router.workers.detokenizer_session import DetokenizerSession
 from batonlm.router.workers.discovery import Discovery
@@ -546,7 +546,7 @@ MAX_LOGGED_PAIRS = 4096
 
 
 class Fleet:
-    """The four pools of a router, with the clients for each role."""
+    """The five pools of a router, with the clients for each role."""
 
     def __init__(
         self,
@@ -579,11 +579,13 @@ class Fleet:
             context,
             lambda channel, worker: DetokenizerSession(channel, changed, awake),
         )
+        self.encodes = Pool("encode", context, lambda channel, worker: EncodeClient(channel))
         self.pools: tuple[Pool[Any], ...] = (
             self.tokenizers,
             self.prefills,
             self.decodes,
             self.detokenizers,
+            self.encodes,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._log_unpaired = lru_cache(MAX_LOGGED_PAIRS)(_log_unpaired)

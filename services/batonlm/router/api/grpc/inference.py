@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -23,14 +23,18 @@ from batonlm.core.request.request import (
     Prompt,
     Request,
     TextLogprob,
+    TextPair,
     TextPrompt,
     TokenPrompt,
     ToolChoice,
     ToolUse,
+    VectorInput,
+    VectorPrompt,
 )
 from batonlm.router.api.grpc.access import caller, deadline_s
 from batonlm.router.api.translation import ANY_OBJECT, choice
 from batonlm.router.request.pipeline import EventStream, Pipeline
+from batonlm.router.workers.encoders import Vectors, floats
 from batonlm.rpc.calls import WriteTimeout
 from batonlm.rpc.convert import (
     filled,
@@ -48,6 +52,7 @@ from batonlm.v1 import inference_pb2 as pb
 from batonlm.v1 import inference_pb2_grpc, types_pb2
 
 RequestMessage = TypeVar("RequestMessage", pb.GenerateRequest, pb.ChatRequest)
+VectorMessage = TypeVar("VectorMessage", pb.EmbedRequest, pb.ScoreRequest)
 ResponseMessage = TypeVar("ResponseMessage", pb.GenerateResponse, pb.ChatResponse)
 
 
@@ -89,6 +94,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> pb.ListModelsResponse:
         return listed_models(self._pipeline)
 
+    async def Embed(
+        self,
+        request: pb.EmbedRequest,
+        context: grpc.aio.ServicerContext[pb.EmbedRequest, pb.EmbedResponse],
+    ) -> pb.EmbedResponse:
+        return embed_response(await self._vectors(request, embed_from_proto, context))
+
+    async def Score(
+        self,
+        request: pb.ScoreRequest,
+        context: grpc.aio.ServicerContext[pb.ScoreRequest, pb.ScoreResponse],
+    ) -> pb.ScoreResponse:
+        return score_response(await self._vectors(request, score_from_proto, context))
+
+    async def _vectors(
+        self,
+        message: VectorMessage,
+        read: Callable[[VectorMessage, float | None], Request],
+        context: grpc.aio.ServicerContext[VectorMessage, Any],
+    ) -> Vectors:
+        tenant = caller(context)
+        with self._pipeline.receive(tenant, message.ByteSize()) as holding:
+            try:
+                trace = context_of(context.invocation_metadata() or ())
+                return await vectors(
+                    self._pipeline, message, read, lambda: deadline_s(context),
+                    tenant=tenant, trace=trace, holding=holding,
+                )  # fmt: skip
+            except BatonError as error:
+                raise in_client_words(error) from error
+
     async def _answer(
         self,
         message: RequestMessage,
@@ -115,7 +151,72 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def listed_models(pipeline: Pipeline) -> pb.ListModelsResponse:
-    return pb.ListModelsResponse(models=[model_to_proto(model) for model in pipeline.models()])
+    return pb.ListModelsResponse(models=[model_to_proto(model) for model in pipeline.all_models()])
+
+
+async def vectors(
+    pipeline: Pipeline,
+    message: VectorMessage,
+    read: Callable[[VectorMessage, float | None], Request],
+    deadline_s: Callable[[], float | None],
+    *,
+    tenant: Tenant,
+    trace: TraceContext,
+    holding: Holding,
+) -> Vectors:
+    """Computes a message's vectors or scores, and grows holding by them. read: `embed_from_proto`
+    or `score_from_proto`. Raises BatonError."""
+    pipeline.turn_away(tenant, 0)
+    with pipeline.reading(tenant):
+        request = read(message, deadline_s()).of(tenant, trace)
+    found = await pipeline.vectors(request, holding)
+    holding.grow(sum(map(len, found.numbers)))
+    return found
+
+
+def embed_from_proto(message: pb.EmbedRequest, deadline_s: float | None) -> Request:
+    """Raises InvalidArgument for an input that is not set."""
+    inputs: list[VectorInput] = []
+    for each in message.inputs:
+        match each.WhichOneof("input"):
+            case "text":
+                inputs.append(each.text)
+            case "token_ids":
+                inputs.append(tuple(each.token_ids.ids))
+            case _:
+                raise InvalidArgument("inputs must be text or token_ids", field="inputs")
+    prompt = parsed(VectorPrompt, message, inputs=tuple(inputs), truncate_tokens=_truncate(message))
+    return Request(prompt, model=message.model, deadline_s=deadline_s)
+
+
+def score_from_proto(message: pb.ScoreRequest, deadline_s: float | None) -> Request:
+    pairs = tuple(TextPair(message.query, document) for document in message.documents)
+    if not pairs:
+        raise InvalidArgument("documents must not be empty", field="documents")
+    prompt = VectorPrompt(pairs, truncate_tokens=_truncate(message))
+    return Request(prompt, model=message.model, deadline_s=deadline_s)
+
+
+def _truncate(message: pb.EmbedRequest | pb.ScoreRequest) -> int | None:
+    return message.truncate_tokens if message.HasField("truncate_tokens") else None
+
+
+def embed_response(found: Vectors) -> pb.EmbedResponse:
+    response = pb.EmbedResponse(
+        request_id=found.request_id, model=found.model.name, prompt_tokens=found.num_tokens
+    )
+    for numbers in found.numbers:
+        response.vectors.add().values.extend(floats(numbers))
+    return response
+
+
+def score_response(found: Vectors) -> pb.ScoreResponse:
+    return pb.ScoreResponse(
+        request_id=found.request_id,
+        model=found.model.name,
+        scores=[floats(numbers)[0] for numbers in found.numbers],
+        prompt_tokens=found.num_tokens,
+    )
 
 
 async def opened(

@@ -227,6 +227,7 @@ class ModelAnswer(StrictStruct):
     root: str
     parent: str | None
     max_model_len: int
+    task: Literal["generate", "embed", "score"]
 
 
 class ModelList(StrictStruct):
@@ -243,6 +244,63 @@ class Tokenized(StrictStruct):
 
 class Detokenized(StrictStruct):
     prompt: str
+
+
+class VectorUsage(StrictStruct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(StrictStruct):
+    """embedding: as base64, little-endian float32 numbers."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(StrictStruct):
+    object: Literal["list"]
+    id: str
+    model: str
+    data: list[Embedding]
+    usage: VectorUsage
+
+
+class RankedText(StrictStruct):
+    text: str
+
+
+class Ranked(StrictStruct):
+    """document: unless `return_documents` is false."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | msgspec.UnsetType = msgspec.UNSET
+
+
+class Ranking(StrictStruct):
+    """The best first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: VectorUsage
+
+
+class Score(StrictStruct):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(StrictStruct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: VectorUsage
 
 
 class Version(StrictStruct):

@@ -26,7 +26,7 @@ from batonlm.core.errors import (
     Unauthenticated,
     model_not_found,
 )
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import ModelDescription, ModelTask
 from batonlm.router.api.http.access import HttpAccess, is_known
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
 from batonlm.router.api.http.body import Bodies, ClientGone
@@ -36,8 +36,23 @@ from batonlm.router.api.http.generation import Generation
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
 from batonlm.router.api.http.responses import HttpError, Json, encode, json_response, send_error
-from batonlm.router.api.http.schema import DetokenizeBody, TokenizeBody
+from batonlm.router.api.http.schema import (
+    DetokenizeBody,
+    EmbedBody,
+    RerankBody,
+    ScoreBody,
+    TokenizeBody,
+)
 from batonlm.router.api.http.tokenizing import Tokenizing
+from batonlm.router.api.http.vectors import (
+    VectorRoute,
+    embed_inputs,
+    rerank_inputs,
+    score_inputs,
+    write_embeddings,
+    write_ranking,
+    write_scores,
+)
 from batonlm.router.observe.metrics import TenantBlind
 from batonlm.router.request.pipeline import Pipeline
 from batonlm.rpc.errors import forget_frames
@@ -93,6 +108,9 @@ class HttpApp:
             "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
             "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
             "/detokenize": Tokenizing(pipeline, bodies, DetokenizeBody),
+            "/embeddings": VectorRoute(pipeline, bodies, EmbedBody, embed_inputs, write_embeddings),
+            "/rerank": VectorRoute(pipeline, bodies, RerankBody, rerank_inputs, write_ranking),
+            "/score": VectorRoute(pipeline, bodies, ScoreBody, score_inputs, write_scores),
         }
         gets = {
             "/models": self._list_models,
@@ -176,10 +194,13 @@ class HttpApp:
 
     def _models(self) -> dict[str, Json]:
         """Returns the models by each of their names."""
-        models = self._pipeline.models()
+        models = self._pipeline.all_models()
         found = {model.name: self._model(model.name, model) for model in models}
         return found | {
-            name: self._model(name, model) for model in models for name in self._aliases
+            name: self._model(name, model)
+            for model in models
+            for name in self._aliases
+            if model.task is ModelTask.GENERATE
         }
 
     def _model(self, name: str, model: ModelDescription) -> Json:
@@ -191,6 +212,7 @@ class HttpApp:
             "root": model.name,
             "parent": None,
             "max_model_len": model.max_model_len,
+            "task": model.task.name.lower(),
         }
 
     async def _show_version(self, _: Request) -> Response:

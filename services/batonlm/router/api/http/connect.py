@@ -15,7 +15,7 @@ import asyncio
 import base64
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +29,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batonlm.core.admission.admission import Holding
 from batonlm.core.errors import MOST_LETTERS, BatonError, Internal, InvalidArgument, Unimplemented
+from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.request import Request
 from batonlm.router.api.grpc.access import bounded_s
 from batonlm.router.api.grpc.inference import (
     SERVICE,
+    VectorMessage,
     chat_from_proto,
+    embed_from_proto,
+    embed_response,
     generate_from_proto,
     in_client_words,
     listed_models,
     opened,
     put_event,
+    score_from_proto,
+    score_response,
+    vectors,
 )
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.body import Bodies, content_type, while_connected
@@ -53,6 +60,7 @@ from batonlm.router.api.http.responses import (
     send_parts,
 )
 from batonlm.router.request.pipeline import Pipeline, left
+from batonlm.router.workers.encoders import Vectors
 from batonlm.rpc.errors import grpc_code, to_status
 from batonlm.rpc.tracing import context_of
 from batonlm.v1 import inference_pb2 as pb
@@ -83,7 +91,9 @@ def connect_routes(pipeline: Pipeline, bodies: Bodies) -> list[BaseRoute]:
         "Generate": _Stream(
             pipeline, bodies, pb.GenerateRequest, generate_from_proto, pb.GenerateResponse
         ),
-        "ListModels": _ListModels(pipeline, bodies),
+        "ListModels": _Unary(pipeline, bodies, pb.ListModelsRequest, _list_models),
+        "Embed": _Unary(pipeline, bodies, pb.EmbedRequest, _embed),
+        "Score": _Unary(pipeline, bodies, pb.ScoreRequest, _score),
     }
     return [Route(PREFIX + name, app, methods=["POST"]) for name, app in apps.items()]
 
@@ -113,7 +123,8 @@ async def send_failure(scope: Scope, send: Send, error: Failure, request_id: str
 
 
 def _kinds(path: str) -> tuple[bytes, bytes]:
-    return (_JSON, _PROTO) if path == f"{PREFIX}ListModels" else (_JSON_STREAM, _PROTO_STREAM)
+    streams = path.removeprefix(PREFIX) in ("Chat", "Generate")
+    return (_JSON_STREAM, _PROTO_STREAM) if streams else (_JSON, _PROTO)
 
 
 def _error_document(error: Failure, request_id: str) -> Json:
@@ -133,22 +144,66 @@ def _error_document(error: Failure, request_id: str) -> Json:
     return {"code": code, "message": status.message, "details": details}
 
 
+Asked = tuple[Pipeline, Scope, Holding]
+"""What a method that does not stream needs besides its message."""
+
+
 @dataclass(frozen=True, slots=True)
-class _ListModels:
-    """An ASGI app. Raises BatonError or HttpError only before anything is sent."""
+class _Unary:
+    """An ASGI app of a method that does not stream. Raises BatonError or HttpError only before
+    anything is sent."""
 
     pipeline: Pipeline
     bodies: Bodies
+    message: type[Any]
+    answer: Callable[[Any, Asked], Awaitable[Message]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        kind = content_type(headers)
         async with self.bodies.received(scope, receive, (_JSON, _PROTO)) as body:
             with self.pipeline.reading(caller(scope)):
                 _check_version(headers)
-                await _message(pb.ListModelsRequest, content_type(headers), body.raw)
-        kind = content_type(headers)
-        answer = _written(listed_models(self.pipeline), kind)
-        await send_parts(send, [answer], kind=kind)
+                message = await _message(self.message, kind, body.raw)
+            body.raw = b""
+            work = self._respond(message, scope, body.holding, send, kind)
+            await while_connected(receive, work)
+
+    async def _respond(
+        self, message: Any, scope: Scope, holding: Holding, send: Send, kind: bytes
+    ) -> None:
+        answer = await self.answer(message, (self.pipeline, scope, holding))
+        large = kind == _JSON and answer.ByteSize() > _AT_ONCE_BYTES
+        written = (
+            await asyncio.to_thread(_written, answer, kind) if large else _written(answer, kind)
+        )
+        await send_parts(send, [written], kind=kind)
+
+
+async def _list_models(_: pb.ListModelsRequest, asked: Asked) -> Message:
+    return listed_models(asked[0])
+
+
+async def _embed(message: pb.EmbedRequest, asked: Asked) -> Message:
+    return embed_response(await _vectors(message, embed_from_proto, asked))
+
+
+async def _score(message: pb.ScoreRequest, asked: Asked) -> Message:
+    return score_response(await _vectors(message, score_from_proto, asked))
+
+
+async def _vectors(
+    message: VectorMessage, read: Callable[[VectorMessage, float | None], Request], asked: Asked
+) -> Vectors:
+    pipeline, scope, holding = asked
+    return await vectors(
+        pipeline, message, read, lambda: _timeout_s(dict(scope["headers"])),
+        tenant=caller(scope), trace=_trace(scope), holding=holding,
+    )  # fmt: skip
+
+
+def _trace(scope: Scope) -> TraceContext:
+    return context_of([(name.decode("latin-1"), value) for name, value in scope["headers"]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +238,9 @@ class _Stream:
     async def _respond(
         self, message: Any, scope: Scope, holding: Holding, envelopes: _Envelopes
     ) -> None:
-        text = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
         request, stream = await opened(
             self.pipeline, message, self.read, lambda: _timeout_s(dict(scope["headers"])),
-            tenant=caller(scope), trace=context_of(text), holding=holding,
+            tenant=caller(scope), trace=_trace(scope), holding=holding,
         )  # fmt: skip
         error: Json | None = None
         async with aclosing(stream):

@@ -17,6 +17,9 @@ from batonlm.router.api.http.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbedBody,
+    RerankBody,
+    ScoreBody,
     TokenizeBody,
 )
 
@@ -45,9 +48,9 @@ accepted; those without effect are named in the response header `x-baton-ignored
 would change the answer and are not offered, so they are refused: {refused}; in a chat also
 {refused_in_chats}.
 
-Paths that begin with `/v1` are served without it, too, and `/tokenize` and `/detokenize` also with
-it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a chunk or
-an error document. A stream that ends without `[DONE]` has failed.
+Paths that begin with `/v1` are served without it, too, and `/tokenize`, `/detokenize` and `/score`
+also with it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a
+chunk or an error document. A stream that ends without `[DONE]` has failed.
 """
 _STREAM_HEADERS = {
     "x-request-id": "The client's own `request_id`, or the one that this server gave.",
@@ -132,6 +135,13 @@ def _paths() -> Json:
             "tokenize", "A prompt or a conversation as tokens", TokenizeBody, answers.Tokenized
         ),
         "/detokenize": _post("detokenize", "Tokens as text", DetokenizeBody, answers.Detokenized),
+        "/v1/embeddings": _post(
+            "createEmbedding", "The vectors of texts", EmbedBody, answers.Embeddings
+        ),
+        "/v1/rerank": _post(
+            "rerank", "Documents by how well each answers a query", RerankBody, answers.Ranking
+        ),
+        "/score": _post("score", "How well texts answer queries", ScoreBody, answers.Scores),
         "/v1/models": _get("listModels", "The models served", _json(answers.ModelList)),
         "/v1/models/{model}": _get("showModel", "One model", _json(answers.ModelAnswer), model),
         "/requests/{id}": _get(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -219,6 +219,45 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class VectorBody(msgspec.Struct, kw_only=True):
+    """What the routes of encode workers have in common."""
+
+    model: str | None = None
+    truncate_tokens: int | None = msgspec.field(default=None, name="truncate_prompt_tokens")
+    # Jina's: true is a truncate_prompt_tokens of -1
+    truncate: bool | None = None
+    prompt_name: str | None = None
+    priority: int | None = None
+
+
+class EmbedBody(VectorBody, kw_only=True):
+    """POST /v1/embeddings"""
+
+    inputs: str | list[str | int | list[int]] = msgspec.field(name="input")
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+
+
+class TextDocument(msgspec.Struct):
+    text: str
+
+
+class RerankBody(VectorBody, kw_only=True):
+    """POST /v1/rerank"""
+
+    query: str
+    documents: list[str | TextDocument]
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+class ScoreBody(VectorBody, kw_only=True):
+    """POST /score: one query with each document, or as many queries as documents."""
+
+    queries: str | list[str] = msgspec.field(name="text_1")
+    documents: str | list[str] = msgspec.field(name="text_2")
+
+
 SPELLINGS: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",  # OpenAI
     "max_new_tokens": "max_tokens",  # SGLang, TGI
@@ -379,6 +418,26 @@ INSTEAD: Mapping[str, str] = {
 """What has the meaning, or a part of it, of a parameter that is refused."""
 
 
+REFUSED_OF_VECTORS: Mapping[str, tuple[object, ...]] = {
+    # Cohere, Jina, Voyage
+    "embedding_type": ("float",),
+    "embedding_types": (["float"],),
+    "input_type": (),
+    "late_chunking": _OFF,
+    "normalized": (True,),
+    "output_dtype": ("float",),
+    "task": (),
+    # vLLM
+    "activation": (True,),
+    "add_special_tokens": (True,),
+    "embed_dtype": ("float32",),
+    "instruction": ("",),
+    "messages": ([],),
+    "normalize": (True,),
+    "use_activation": (True,),
+}
+"""As REFUSED, of the routes of encode workers."""
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _JSON_TYPES = {
@@ -402,7 +461,11 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     Raises InvalidArgument for anything but a JSON object, for a wrong type, and for a parameter in
     `REFUSED`, unless its value is null or listed there, or the body has it as a field.
     """
-    refused = REFUSED if issubclass(kind, GenerationBody) else {}
+    refused: Mapping[str, tuple[object, ...]] = {}
+    if issubclass(kind, GenerationBody):
+        refused = REFUSED
+    elif issubclass(kind, VectorBody):
+        refused = REFUSED_OF_VECTORS
     applied = set(kind.__struct_encode_fields__)
     try:
         text = body.decode()
