@@ -24,7 +24,7 @@ def test_the_settings_are_what_is_asked(page: Page, url: str, frontend: Frontend
     page.ready()
     page.find("#toggle-settings").click()
     page.find("#system").send_keys("be brief")
-    page.find("#seed").send_keys("7")
+    page.find("#seed").send_keys(str(2**64 - 1))
     page.find("#max_completion_tokens").send_keys("90")
     page.find("#top_k").send_keys("3")
     page.find("#stop_text").send_keys("zzz\n\nyyy")
@@ -33,7 +33,7 @@ def test_the_settings_are_what_is_asked(page: Page, url: str, frontend: Frontend
     page.ask("again")
     page.answered(2)
     first, second = frontend.seen
-    assert (first.seed, first.max_tokens, first.sampling.top_k) == (7, 90, 3)
+    assert (first.seed, first.max_tokens, first.sampling.top_k) == (2**64 - 1, 90, 3)
     assert first.stop_strings == ("zzz", "yyy")
     assert first.sampling.temperature == pytest.approx(0.7)
     assert isinstance(second.prompt, ChatPrompt)

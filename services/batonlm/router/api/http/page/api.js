@@ -44,9 +44,10 @@ async function json(path, key) {
   }
 }
 
-// Returns the names of the models served.
+// Returns the names of the models that generate.
 export async function models(key) {
-  return (await json("v1/models", key)).data.map((model) => model.id);
+  const { data } = await json("v1/models", key);
+  return data.filter((model) => model.task === "generate").map((model) => model.id);
 }
 
 // Returns the router's record of one answer. id: of its chunks.
@@ -57,10 +58,13 @@ export function explained(id, key) {
 // Yields the chunks of one streamed answer. A complete answer ends with a chunk that has `usage`, and
 // `baton` if the router sends timings. Each has `seed`, the seed in use, as a string.
 export async function* chat(body, key, signal) {
+  const { seed: wanted, ...rest } = body;
+  const text = JSON.stringify({ ...rest, stream: true, stream_options: { include_usage: true } });
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { ...headers(key), "content-type": "application/json", "x-baton-timings": "true" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    // JSON.stringify writes no BigInt.
+    body: wanted === undefined ? text : `${text.slice(0, -1)},"seed":${wanted}}`,
     signal,
   });
   const seed = response.headers.get("x-baton-seed");

@@ -77,12 +77,14 @@ export function write(settings) {
   show();
 }
 
-// Returns the parameters of a request; empty ones are left to the router.
+// Returns the parameters of a request; empty ones are left to the router. The seed is a BigInt: those
+// that routers draw have more digits than a number holds.
 export function sampling() {
   const found = {};
   for (const name of NUMBERS) {
-    const value = field(name).valueAsNumber;
-    if (Number.isFinite(value)) found[name] = value;
+    const { value, valueAsNumber } = field(name);
+    if (!Number.isFinite(valueAsNumber)) continue;
+    found[name] = name === "seed" ? BigInt(/^\d+$/.test(value) ? value : valueAsNumber) : valueAsNumber;
   }
   const stops = field("stop_text").value.split("\n").filter(Boolean);
   if (stops.length) found.stop = stops;
