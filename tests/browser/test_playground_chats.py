@@ -304,7 +304,7 @@ def test_all_controls_have_names_and_roles(page: Page, url: str, frontend: Front
     for element in page.all("button, input, textarea, select, summary, [tabindex='0']"):
         if element.is_displayed() and element.get_attribute("type") != "checkbox":
             assert element.accessible_name, element.get_attribute("outerHTML")
-    roles = {one.aria_role for one in page.all("header, nav, main, aside, #log, #status")}
+    roles = {one.aria_role for one in page.all("header, nav, main, aside, [role=log], #status")}
     assert roles >= {"banner", "navigation", "main", "complementary", "log", "status"}
     assert page.find("#status").get_attribute("aria-live") == "polite"
     page.until("document.getElementById('status').textContent.startsWith('Answer: ')")
