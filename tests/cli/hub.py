@@ -14,11 +14,13 @@ COMMIT = "c0" * 20
 
 
 class Hub:
-    """files: by name. token: asked for, if any. damaged: sends another last byte."""
+    """files: by name. token: asked for, if any. stranger: a token whose account has not accepted
+    the terms. damaged: sends another last byte."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)
         self.token = ""
+        self.stranger = ""
         self.damaged = False
         self.asked: list[str] = []
         self.url = ""
@@ -49,6 +51,15 @@ class Hub:
         told = {"id": MODEL, "modelId": MODEL, "sha": COMMIT, "siblings": siblings}
         return json.dumps(told).encode()
 
+    def tree(self) -> bytes:
+        entries = []
+        for entry in json.loads(self.described())["siblings"]:
+            named = {"type": "file", "path": entry["rfilename"], "oid": entry["blobId"]}
+            if "lfs" in entry:
+                named["lfs"] = entry["lfs"] | {"oid": entry["lfs"]["sha256"]}
+            entries.append(named | {"size": entry["size"]})
+        return json.dumps(entries).encode()
+
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
@@ -63,8 +74,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
         hub.asked.append(f"{self.command} {path}")
-        if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hub.token and not given:
             self._send(401, b"", body, {"X-Error-Code": "GatedRepo"})
+        elif hub.stranger and given == hub.stranger:
+            self._send(403, b"", body, {"X-Error-Code": "GatedRepo"})
+        elif hub.token and given != hub.token:
+            unknown = "Invalid credentials in Authorization header"
+            self._send(401, b"", body, {"X-Error-Message": unknown})
+        elif path == f"/api/models/{MODEL}/tree/{COMMIT}":
+            self._send(200, hub.tree(), body, {"Content-Type": "application/json"})
         elif path.startswith(f"/api/models/{MODEL}"):
             self._send(200, hub.described(), body, {"Content-Type": "application/json"})
         elif (name := path.removeprefix(f"/{MODEL}/resolve/{COMMIT}/")) in hub.files:

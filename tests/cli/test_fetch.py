@@ -266,7 +266,82 @@ def test_up_names_what_the_hub_refuses(
     assert said in told and told.startswith("baton up: ") and told.count("\n") == 1
 
 
-def refused_up(url: str, model: str, folder: Path) -> str:
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("token", "model", "said"),
+    (
+        ("wrong", MODEL, "the hub does not know your token"),
+        ("stranger", MODEL, "is gated: the account of your token has to accept its terms"),
+        ("right", "baton/none", "has no baton/none, or it is private and your token may not read"),
+    ),
+)
+def test_up_names_what_the_hub_refuses_a_token(
+    token: str, model: str, said: str, tmp_path: Path
+) -> None:
+    hub = Hub(FILES)
+    hub.token, hub.stranger = "right", "stranger"
+    with hub.serving():
+        told = refused_up(hub.url, model, tmp_path, HF_TOKEN=token)
+        assert said in told and told.count("\n") == 1
+        if model == MODEL:
+            code, _, told = command(hub, tmp_path / "cache", HF_TOKEN=token)
+            assert code == 1 and said in told and "Traceback" not in told
+
+
+@pytest.mark.deep
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)]
+    if os.geteuid() or subprocess.run(mounted, capture_output=True).returncode:
+        pytest.skip("a file system that is full takes a mount, which is not allowed here")
+    hub = Hub({**FILES, "model.safetensors": bytes(4 << 20)})
+    try:
+        with hub.serving():
+            told = refused_up(hub.url, MODEL, tmp_path, HF_HOME=str(disk))
+            assert f"the disk is full: {MODEL} is not complete in the hub's cache" in told
+            # `baton fetch` looks before it begins; others may fill the disk meanwhile.
+            copied = script(hub, COPIES, str(disk), HF_HOME=str(tmp_path / "home"))
+            assert "the disk is full: model.safetensors is not whole" in copied
+            found = script(hub, FINDS, HF_HOME=str(tmp_path / "home"))
+            assert holds(Path(found)) == hub.files
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+COPIES = """
+import sys
+from pathlib import Path
+from batonlm.cli.models import HubSource
+from batonlm.core.errors import BatonError
+source = HubSource(sys.argv[1], "")
+(file,) = (file for file in source.files(weights=True) if file.size > 1 << 20)
+try:
+    source.copy(file, Path(sys.argv[2]))
+except BatonError as error:
+    print(error.message)
+"""
+FINDS = """
+import sys
+from batonlm.cli.models import hub_folder
+print(hub_folder(sys.argv[1]))
+"""
+
+
+def script(hub: Hub, text: str, *words: str, **environment: str) -> str:
+    """What a program prints that the model's name is given."""
+    done = subprocess.run(
+        [sys.executable, "-c", text, MODEL, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def refused_up(url: str, model: str, folder: Path, **environment: str) -> str:
     """Returns what `baton up` says of a model that it cannot have."""
     ports = ("--http-port", "0", "--grpc-port", "0", "--transport", "loopback")
     done = subprocess.run(
@@ -279,6 +354,7 @@ def refused_up(url: str, model: str, folder: Path) -> str:
             "HF_ENDPOINT": url,
             "HF_HOME": str(folder / "home"),
             "XDG_STATE_HOME": str(folder),
+            **environment,
         },
     )
     assert done.returncode == 1

@@ -94,6 +94,10 @@ def test_apart() -> None:
         "Prefill and decode ran apart: the input has more than 50 tokens that decode has not "
         "cached (local_prefill_tokens)."
     )
+    assert said([worker("p", "prefill")], RoutingPolicy(0)) == (
+        "Prefill and decode ran apart: every input is handed over that decode has not cached "
+        "(--prefer-split)."
+    )
     assert "measured" in said([worker("p", "prefill")], BY_SPEED)
     quick = with_speed(worker("p", "prefill"), position_s=1e-6)
     assert "predicted to cost less" in said([quick], BY_SPEED)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batonlm import LLM
+from batonlm.cli import precision
 from batonlm.client import Answer
 from batonlm.core.errors import (
     BatonError,
@@ -218,6 +219,22 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument) as raised:
         LLM(memory_share=1e-5)
     assert raised.value.field == "memory_share"
+
+
+@pytest.mark.deep
+def test_the_first_precision_that_fits_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(precision, "host_free_bytes", lambda: 36 << 20)
+    with LLM(kv_memory_mib=16, threads=1) as llm:
+        (answer,) = llm.generate("3 + 4", max_tokens=4, temperature=0, ignore_eos=True)
+    assert len(answer.choices[0].token_ids) == 4
+    (line,) = (record for record in caplog.records if "insists" in record.message)
+    assert line.levelname == "WARNING" and "float32 would take 14" in line.message
+    monkeypatch.setattr(precision, "host_free_bytes", lambda: 20 << 20)
+    with pytest.raises(InvalidArgument, match="nothing smaller fits") as raised:
+        LLM(kv_memory_mib=16)
+    assert raised.value.field == "model"
 
 
 def test_a_prompts_own_log_probabilities(llm: LLM) -> None:

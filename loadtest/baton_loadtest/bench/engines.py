@@ -74,7 +74,7 @@ def _shape(
 
 
 SHAPES = {
-    "tiny": _shape(512, 64, 128, 2, 4, 2, initializer_range=0.3),
+    "tiny": _shape(2048, 64, 128, 2, 4, 2, initializer_range=0.3),
     "wide": _shape(131072, 64, 128, 2, 4, 2, initializer_range=0.3),
     "8m": _shape(4096, 512, 1536, 2, 8, 4),
     "25m": _shape(4096, 512, 1536, 8, 8, 4),

@@ -113,6 +113,7 @@ def measure(args: argparse.Namespace) -> Report:
             "rounds": args.rounds,
             "seed": args.seed,
             "transport": first,
+            "digest": XXH3,
             **rings,
         }
         overlap = call(run_overlap, job, threads=1, deadline_s=DEADLINE_S)

@@ -53,8 +53,8 @@ WARM_TOKENS = 64
 
 
 def run_overlap(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, vocab, threads, prompt (tokens), chunk, rounds, seed, transport, num_buffers,
-    buffer_bytes, sender_core (None: not pinned).
+    """job: model, vocab, threads, prompt (tokens), chunk, rounds, seed, transport, digest,
+    num_buffers, buffer_bytes, sender_core (None: not pinned).
 
     Returns for each round, under "behind" (the prompt is handed over while it is computed), "alone"
     (it was computed before), "half" (alone, and decode already has its first half): the seconds

@@ -126,7 +126,7 @@ class Decode(ScriptedDecode):
         self._next_step = asyncio.get_running_loop().time() + step_s
         self._woken.set()
 
-    def _start(self, start: decode_pb2.StartSequence) -> None:
+    def begin(self, start: decode_pb2.StartSequence) -> None:
         task = asyncio.create_task(self.prefill(start))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

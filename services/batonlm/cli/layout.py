@@ -10,13 +10,13 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+from batonlm.cli.forks import AVAILABLE
 from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
-from batonlm.cli.precision import Precision, choose, cpu_flags, read_weights
+from batonlm.cli.precision import Precision, choose_here
 from batonlm.cli.throwaway_ca import ThrowawayCa
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import MIB
-from batonlm.engine.memory import host_free_bytes
 from batonlm.rpc.address import check_listen, is_loopback, join
 from batonlm.worker.hardware import GPU_SHARE, usable_gpus
 
@@ -107,10 +107,17 @@ class ProcessSpec:
     command: tuple[str, ...]
     grpc: str
     metrics: str
+    is_fork: bool = False
+    """Whether it starts as a fork of the process that imports for all engines, see `forks`."""
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}"
+
+    @property
+    def module(self) -> tuple[str, ...]:
+        """What follows `python -m` in a fork's command."""
+        return self.command[2:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +183,20 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
     memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
     precision, note = Precision(options.dtype, options.quantize), ""
+    forks = False
     if options.runner == "torch":
         ranks = options.tensor_parallel * options.pipeline_parallel
         if num_gpus := len(usable_gpus(options.device)):
             if not options.kv_memory_mib:
                 memory = gpu_memory_flags(engines, num_gpus, ranks)
-        elif sys.platform == "linux" or not options.kv_memory_mib:
+        else:
+            # Ranks are processes of their own, and a pinned worker is a command of its own.
+            forks = AVAILABLE and engines > 1 and ranks == 1 and not options.engine_cpus
+        if not num_gpus and (sys.platform == "linux" or not options.kv_memory_mib):
             # Fixed once for all, from the free memory before the first one starts, so that a
             # restarted worker has the same pool and the same longest sequence as before.
-            chosen = choose(
-                read_weights(model),
-                engines,
-                host_free_bytes(),
-                dtype=options.dtype,
-                quantize=options.quantize,
-                threads=threads,
-                cpu=cpu_flags(),
+            chosen = choose_here(
+                model, engines, dtype=options.dtype, quantize=options.quantize, threads=threads
             )
             precision, note = chosen.precision, chosen.words
             if not options.kv_memory_mib:
@@ -210,7 +215,8 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         module = ("batonlm.testing.worker", role) if fake else (f"batonlm.{role}",)
         tls = ca.flags(role) if ca else ()
         command = _command(module, cpus, *listen, *flags, *tls)
-        processes.append(ProcessSpec(role, index, command, grpc, metrics))
+        fork = forks and role in ENGINE_ROLES
+        processes.append(ProcessSpec(role, index, command, grpc, metrics, fork))
         addresses.setdefault(role, []).append(grpc)
 
     served = ("--model", str(model), "--model-name", name)

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +31,7 @@ OTHERS = ("*.json", "*.jinja")
 PATH_DIGITS = 12
 """Digits of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
 _COPY_BYTES = 16 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,8 @@ class HubSource:
         except HfHubHTTPError as error:
             raise _refused(self._model, error) from error
         except Exception as error:  # as above
+            if _is_full(error):
+                raise Unavailable(f"the disk is full: {file.name} is not whole") from error
             raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
         path = into / file.name
         digest = sha256_of(path)
@@ -211,14 +214,15 @@ def _wanted(name: str, weights: bool) -> bool:
     return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
 
 
-def hub_folder(model: str) -> Path:
-    """Returns the folder of a hub model in the hub library's own cache, after a download if it is
-    not complete there. Raises InvalidArgument or Unavailable with the reason."""
+def hub_folder(model: str, files: Sequence[str] = (*OTHERS, WEIGHTS)) -> Path:
+    """Returns the folder of a hub model in the hub library's own cache, after a download if its
+    files of these patterns are not complete there. Raises InvalidArgument or Unavailable with the
+    reason."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=[*OTHERS, WEIGHTS]))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except HFValidationError:
         raise InvalidArgument(f"{model!r} is no hub id", field="model") from None
     except HfHubHTTPError as error:
@@ -228,7 +232,7 @@ def hub_folder(model: str) -> Path:
             f"{model!r} is no folder, and the hub cannot be reached", field="model"
         ) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if _is_full(error):
             text = (
                 f"the disk is full: {model} is not complete in the hub's cache (HF_HOME moves it)"
             )
@@ -237,12 +241,26 @@ def hub_folder(model: str) -> Path:
         raise Unavailable(text, field="model") from None
 
 
+def _is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is the reason, or the reason's reason."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def _refused(model: str, error: HfHubHTTPError) -> InvalidArgument | Unavailable:
+    from huggingface_hub import get_token
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    status = error.response.status_code
-    if isinstance(error, GatedRepoError):
+    status, token = error.response.status_code, get_token()
+    if isinstance(error, GatedRepoError) and token:
+        text = f"{model} is gated: the account of your token has to accept its terms on the hub"
+    elif isinstance(error, GatedRepoError):
         text = f"{model} is gated: accept its terms on the hub, and give a token in HF_TOKEN"
+    elif status == 401 and token:
+        text = f"the hub does not know your token (HF_TOKEN, or 'hf auth login'), so not {model}"
+    elif isinstance(error, RepositoryNotFoundError) and token:
+        text = f"the hub has no {model}, or it is private and your token may not read it"
     elif isinstance(error, RepositoryNotFoundError):
         text = f"the hub has no {model}, or it is private and needs a token in HF_TOKEN"
     elif status in (401, 403):

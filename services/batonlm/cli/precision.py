@@ -17,7 +17,7 @@ from pathlib import Path
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.model import DTYPE_BYTES
 from batonlm.engine.config import MIB
-from batonlm.engine.memory import size
+from batonlm.engine.memory import host_free_bytes, size
 from batonlm.rpc.model_folder import read_json
 from batonlm.worker.hardware import CPU_SHARE
 
@@ -155,6 +155,19 @@ class Chosen:
     """What is left for KV of each engine process."""
     words: str
     """One line for the user."""
+
+
+def choose_here(folder: Path, engines: int, *, dtype: str, quantize: str, threads: int) -> Chosen:
+    """What `choose` takes for a model's folder on this machine, as it is now."""
+    return choose(
+        read_weights(folder),
+        engines,
+        host_free_bytes(),
+        dtype=dtype,
+        quantize=quantize,
+        threads=threads,
+        cpu=cpu_flags(),
+    )
 
 
 def choose(

@@ -17,15 +17,17 @@ import json
 import os
 import signal
 import ssl
+import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from batonlm.cli import state
+from batonlm.cli.forks import ForksEnded, ForkServer
 from batonlm.cli.http_client import met
 from batonlm.cli.layout import Layout, ProcessSpec
 from batonlm.core.errors import BatonError
@@ -217,9 +219,13 @@ class ChildProcess:
         threads: int,
         on_report: OnReport,
         variables: Mapping[str, str] | None = None,
+        *,
+        stdin: int = asyncio.subprocess.DEVNULL,
+        forks: ForkServer | None = None,
     ) -> ChildProcess:
         """Starts the process. Raises OSError. variables: additional environment variables, which
-        other users cannot read, unlike a command line.
+        other users cannot read, unlike a command line. forks: starts it, if the process is to be a
+        fork; the environment is that of its process then.
         """
         environment = {
             **os.environ,
@@ -235,13 +241,17 @@ class ChildProcess:
         }
         child = cls(spec, log, on_report)
         pipes = {_STDOUT: _Lines(child._announced), _STDERR: _Lines(child._logged)}
-        transport, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Protocol(pipes, child._ended, child._drained),
-            *spec.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            env=environment,
+        protocol = _Protocol(pipes, child._ended, child._drained)
+        if forks is not None and spec.is_fork:
+            on_report("part", spec.name, "fork")
+            try:
+                child._transport = await forks.start(spec.module, protocol)
+                return child
+            except ForksEnded as error:
+                log.write(f"baton up: {spec.name} is no fork: {error.message}\n".encode())
+        child._transport, _ = await asyncio.get_running_loop().subprocess_exec(
+            lambda: protocol, *spec.command, stdin=stdin, env=environment
         )
-        child._transport = transport
         return child
 
     @property
@@ -354,7 +364,7 @@ STOP_TIMEOUT_S = 25.0
 """Time for the routers, and then for all others, to end before they are killed."""
 KILL_S = 3.0
 """Time for the kernel to end killed processes. A process that hangs in the kernel may never end."""
-STOP_BOUND_S = 2 * (STOP_TIMEOUT_S + KILL_S) + CLOSE_S
+STOP_BOUND_S = 2 * (STOP_TIMEOUT_S + KILL_S) + KILL_S + CLOSE_S
 POLL_S = 0.05
 
 Notify = Callable[..., None]
@@ -446,7 +456,36 @@ class Supervisor:
 
     async def _run(self) -> None:
         log = LogFile(state.log_file())
-        keepers = [asyncio.create_task(self._keep(spec, log)) for spec in self._layout.processes]
+        try:
+            if any(spec.is_fork for spec in self._layout.processes):
+                async with self._forking(log) as forks:
+                    await self._keep_all(log, forks)
+            else:
+                await self._keep_all(log, None)
+        finally:
+            log.close()
+            self._stopped = True
+            self._notify("stopped")
+
+    @asynccontextmanager
+    async def _forking(self, log: LogFile) -> AsyncIterator[ForkServer]:
+        """Runs the process that forks. Raises OSError."""
+        forks = ForkServer()
+        spec = ProcessSpec("forks", 0, (sys.executable, "-m", "batonlm.cli.forks"), "", "")
+        child = await self._start(spec, log, stdin=forks.stdin.fileno())
+        forks.stdin.close()
+        try:
+            yield forks
+        finally:
+            child.kill()
+            await asyncio.wait({asyncio.create_task(child.wait())}, timeout=KILL_S)
+            child.close()
+            await forks.close()
+
+    async def _keep_all(self, log: LogFile, forks: ForkServer | None) -> None:
+        """Runs all processes until stopped, and ends them."""
+        specs = self._layout.processes
+        keepers = [asyncio.create_task(self._keep(spec, log, forks)) for spec in specs]
         watcher = asyncio.create_task(self._watch_start())
         try:
             await self._stop.wait()
@@ -457,15 +496,12 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(watcher, *keepers, return_exceptions=True)
             await self._end_children()
-            log.close()
-            self._stopped = True
-            self._notify("stopped")
 
-    async def _keep(self, spec: ProcessSpec, log: LogFile) -> None:
+    async def _keep(self, spec: ProcessSpec, log: LogFile, forks: ForkServer | None) -> None:
         backoff = FIRST_BACKOFF_S
         while True:
             began = time.monotonic()
-            why, code = await self._live(spec, log)
+            why, code = await self._live(spec, log, forks)
             if self._stop.is_set():
                 return
             if not self._ready.is_set():
@@ -480,16 +516,16 @@ class Supervisor:
             await asyncio.sleep(backoff)
             await self._wanted[spec.name].wait()
 
-    async def _live(self, spec: ProcessSpec, log: LogFile) -> tuple[str, int]:
+    async def _start(self, spec: ProcessSpec, log: LogFile, **how: Any) -> ChildProcess:
+        token = {PEER_TOKEN_VARIABLE: self._layout.peer_token}
+        return await ChildProcess.start(spec, log, self._layout.threads, self._notify, token, **how)
+
+    async def _live(
+        self, spec: ProcessSpec, log: LogFile, forks: ForkServer | None
+    ) -> tuple[str, int]:
         """Runs a process until it ends. Returns why it ended, in words, and its exit code."""
         try:
-            child = await ChildProcess.start(
-                spec,
-                log,
-                self._layout.threads,
-                self._notify,
-                {PEER_TOKEN_VARIABLE: self._layout.peer_token},
-            )
+            child = await self._start(spec, log, forks=forks)
         except OSError as error:
             return f"it could not be started: {error.strerror}", 1
         self._children[spec.name] = child

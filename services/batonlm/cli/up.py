@@ -66,6 +66,7 @@ Stop it: {command} down{state.option()}      Logs: {state.log_file()}"""
 
 
 _PARTS = {
+    "fork": "waits for torch, which all engines import once",
     "engine": "imports torch and checks that the model fits",
     "weights": "loads weights",
     "check": "checks the model against its own attention",

@@ -115,6 +115,11 @@ _SPINS = "100000"
 """Of libgomp, some 250 microseconds: longer than from one parallel part to the next."""
 
 
+_configured: int | None = None
+"""The thread count that `configure_threads` has set in this process, or in the one that it is a
+fork of."""
+
+
 def configure_threads(threads: int = 0) -> None:
     """Sets the thread count (0: torch's default) and how threads wait, in this process's
     environment.
@@ -128,10 +133,14 @@ def configure_threads(threads: int = 0) -> None:
     faults.
 
     An OMP_NUM_THREADS that the operator has set is kept when threads is 0. Raises Internal when
-    torch is already imported, because then nothing would change.
+    torch is already imported, because then nothing would change, unless that is set already.
     """
+    global _configured
     if "torch" in sys.modules:
+        if threads == _configured:
+            return
         raise Internal("threads must be configured before torch is imported")
+    _configured = threads
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if threads:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -28,6 +29,7 @@ from queue import Empty
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from batonlm.cli.layout import check_folder, resolve_model
+from batonlm.cli.precision import FLOAT32, choose_here
 from batonlm.client.client import Answer
 from batonlm.client.messages import Messages, Options, chat_request, generate_request
 from batonlm.core.errors import (
@@ -53,6 +55,7 @@ from batonlm.router.api.translation import in_client_words
 from batonlm.rpc.config import options_of, parse
 from batonlm.tokenizer.encoder import CACHE_BYTES, Asked, Encoder, load_tokenizer
 from batonlm.tokenizer.renderers import RENDER_CPU_S, Renderers
+from batonlm.worker.hardware import usable_gpus
 from batonlm.worker.options import DecodeConfig
 
 log = logging.getLogger(__name__)
@@ -115,6 +118,21 @@ def _config(model: Path, name: str, given: EngineOptions) -> DecodeConfig:
     return DecodeConfig(model=str(model), model_name=name, **values)
 
 
+def _with_precision(config: DecodeConfig, folder: Path) -> DecodeConfig:
+    """Where the options leave the precision and the share of memory open and a CPU computes, the
+    first precision that fits, as `baton up` takes it. Raises InvalidArgument (`model`) when none
+    fits."""
+    given = config.dtype != "auto" or config.memory_share
+    if given or sys.platform != "linux" or usable_gpus(config.device):
+        return config
+    threads = config.threads or len(os.sched_getaffinity(0))
+    chosen = choose_here(folder, 1, dtype="auto", quantize=config.quantize, threads=threads)
+    # Only numbers that were not asked for are worth a line to somebody who sees warnings.
+    level = logging.INFO if chosen.precision == FLOAT32 else logging.WARNING
+    log.log(level, "%s", chosen.words)
+    return replace(config, dtype=chosen.precision.dtype, quantize=chosen.precision.quantize)
+
+
 class LLM:
     """A model in this process. A context manager; `close` frees its memory.
 
@@ -141,6 +159,7 @@ class LLM:
         check_folder(folder)
         config = _config(folder, name, options)
         _check_device(config.device)
+        config = _with_precision(config, folder)
         self._engine = Engine(config)
         self._renderers = Renderers(cpu_s=RENDER_CPU_S, max_characters=MAX_PROMPT_BYTES)
         try:

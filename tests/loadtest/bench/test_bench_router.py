@@ -68,7 +68,7 @@ async def test_unsent_steps_share_an_entry() -> None:
     assert frames[3].tokens[0].finish_reason == types_pb2.FINISH_REASON_LENGTH
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_run(tmp_path: Path) -> None:
     file = tmp_path / "router.json"
     flags = ["--requests", "10", "--streams", "40", "--seconds", "1"]

@@ -37,7 +37,7 @@ def bench(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_routing(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     few = ["--workers", "60", "--decisions", "50", "--tokens", "4000", "--json", str(file)]
@@ -48,7 +48,7 @@ def test_routing(tmp_path: Path) -> None:
     assert found["routing decision, p99"]["goal"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_batching(bench: Bench) -> None:
     found = bench("batching", "--requests", "6", "--batch", "2")
     assert found["requests with equal tokens"]["value"] == 100
@@ -56,7 +56,7 @@ def test_batching(bench: Bench) -> None:
     assert steps["value"] < steps["against"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_offline(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     file = tmp_path / "figures.json"
@@ -88,7 +88,7 @@ def test_engine_against_transformers(bench: Bench) -> None:
     assert against["met"] is (against["ratio"] >= 3)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_cost(bench: Bench) -> None:
     small = ("--contexts", "64,256", "--batches", "1,4", "--prompts", "64,256")
     found = bench("cost", *small, "--chunks", "64,256", "--kv-gb", "0.0005")
@@ -100,7 +100,7 @@ def test_cost(bench: Bench) -> None:
     assert found["blocks saved by sharing, 8 system prompts, 256 users"]["value"] > 30
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_kv(bench: Bench) -> None:
     small = ("--sizes", "1,2", "--prompt-tokens", "256", "--chunks", "64", "--rounds", "1")
     found = bench("kv", *small)
@@ -110,14 +110,14 @@ def test_kv(bench: Bench) -> None:
         pools = found[f"{transport}, 1 MB: pool to pool against the sum of its parts"]
         assert pools["met"] is (pools["ratio"] <= 1.25)
         assert found[f"{transport}, 2 MB: whole hand-over of peers that have not met"]["value"] > 0
-    assert found["xxh3-128: seal and verify"]["value"] > found["blake2b: seal and verify"]["value"]
+    assert found["xxh3-128: seal and verify"]["value"] > found["poly61: seal and verify"]["value"]
     hidden = "256 tokens in chunks of 64"
     assert found[f"{hidden}: bytes when decode holds the first half"]["ratio"] == 0.5
     assert found[f"{hidden}: bound of what can be hidden"]["value"] == 75
     assert found[f"{hidden}: last chunk to first decode step"]["value"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_stalls(bench: Bench) -> None:
     few = ("--running", "3", "--output-tokens", "48", "--prompt-tokens", "512", "--arrivals", "2")
     found = bench("stalls", *few, "--chunks", "64")
@@ -140,7 +140,7 @@ def test_drain(bench: Bench) -> None:
 @pytest.mark.slow
 def test_readers(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
-    few = {"stalled": 12, "slow": 20, "streams": 4, "output-tokens": 50, "limit-s": 2, "rounds": 1}
+    few = {"stalled": 12, "slow": 20, "streams": 4, "output-tokens": 50, "limit-s": 10, "rounds": 1}
     flags = [word for name, value in few.items() for word in (f"--{name}", str(value))]
     assert main(["bench", "readers", *flags, "--json", str(file)]) == 0
     found = {result["name"]: result for result in json.loads(file.read_text())["results"]}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from batonlm.cli import layout
+from batonlm.cli import layout, precision
 from batonlm.cli.layout import UpOptions, plan, resolve_model
 from batonlm.cli.main import main
 from batonlm.cli.precision import FLOAT32, read_weights
@@ -186,13 +186,13 @@ def shared_out(**options: Any) -> list[tuple[str, ...]]:
 
 def test_engines_on_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "usable_gpus", lambda device: [])
-    monkeypatch.setattr(layout, "host_free_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(precision, "host_free_bytes", lambda: 1000 * MIB)
     bundled, _ = resolve_model("")
     weights = read_weights(bundled).num_bytes(FLOAT32)
     each = (400 * MIB - weights) // MIB
     assert shared_out() == [("--kv-memory-mib", str(each))] * 2
     assert shared_out(kv_memory_mib=7) == [("--kv-memory-mib", "7")] * 2
-    monkeypatch.setattr(layout, "host_free_bytes", lambda: 30 * MIB)
+    monkeypatch.setattr(precision, "host_free_bytes", lambda: 30 * MIB)
     with pytest.raises(InvalidArgument) as caught:
         shared_out(decode=2)
     assert caught.value.field == "model" and "3 engine processes" in caught.value.message

@@ -356,6 +356,8 @@ def _apart(decision: Decision, policy: RoutingPolicy) -> str:
             f"{decision.local_s or 0.0:.4f} s on decode alone, "
             f"for {_tokens(decision.uncached_tokens)}."
         )
+    if not policy.short:
+        return "every input is handed over that decode has not cached (--prefer-split)."
     limit = f"the input has more than {policy.short} tokens that decode has not cached"
     if policy.by_speed:
         return f"{limit}, and not all of these workers had measured their speeds."
