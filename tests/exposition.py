@@ -23,6 +23,7 @@ _OUTCOMES = {
     "finished", "cancelled", *(reason.name.lower() for reason in Reason),  # of requests
     "completed", "full", "failed",  # of hand-overs
     "hit", "miss", "ok", "moved", "refused",
+    "met", "missed",  # of objectives
 }  # fmt: skip
 _HANDOVER_STAGES = {
     "open_wait", "grant_wait", "buffer_wait", "pack", "seal", "confirm_wait",
@@ -56,6 +57,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
         *("decode", "detokenizer"),  # of streams
         *("prompt", "output"),  # of tokens
     },
+    "objective": {"first_token", "between_tokens"},
     "outcome": _OUTCOMES,
     "part": {
         *("import", "tokenizer", "discovery", "workers", "engine", "ring", "config"),

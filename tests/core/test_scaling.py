@@ -50,7 +50,9 @@ def test_decode_keeps_steps_within_the_target() -> None:
     assert rule().decode(0.0, DecodeSignals(100, 20_000, SPEED, 1_000_000)) == 3
     assert rule().decode(0.0, DecodeSignals(100, 20_000, SPEED, 1_000_000, places=40)) == 5
     slow = WorkerSpeed(step_s=0.06, row_s=1e-3)
-    assert rule().decode(0.0, DecodeSignals(1, 1, slow, 1000)) == 10
+    # One sequence alone takes longer than the target: no number of workers helps.
+    assert rule().decode(0.0, DecodeSignals(5, 5, slow, 1000)) == 1
+    assert rule().decode(0.0, DecodeSignals(5, 5, slow, 1000, places=2)) == 5
     assert rule().decode(0.0, DecodeSignals(0, 0, slow, 1000)) == 1
 
 

@@ -156,6 +156,18 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "decode.autoscaling.targetWorkers needs router.config.target_first_token_ms above 0",
     ),
     (
+        "planner.enabled=true,planner.scale.decode.enabled=true,decode.autoscaling.enabled=true",
+        "planner.scale.decode.enabled contradicts decode.autoscaling.enabled",
+    ),
+    (
+        "planner.enabled=true,planner.externalMetrics=false",
+        "planner.enabled needs something to do",
+    ),
+    (
+        "planner.enabled=true,planner.scale.decode.enabled=true,planner.scale.decode.minReplicas=11",
+        "planner.scale.decode.maxReplicas is 10, less than minReplicas, which is 11",
+    ),
+    (
         "router.autoscaling.enabled=true,router.autoscaling.targetCPU=0",
         "router.autoscaling.enabled needs something to scale by",
     ),

@@ -13,6 +13,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 import gen_values_schema as generator
+from baton_loadtest.autoscale.process import PlannerConfig
 from batonlm.cli.models import FolderSource, HubSource
 from batonlm.rpc import config as configuration
 from batonlm.rpc.address import AllowedHosts
@@ -294,6 +295,54 @@ def test_what_runs_the_model_is_scaled_by_what_routers_ask_for(component: str) -
     objects = render(CPU, sets=(f"{component}.autoscaling.enabled=true", *own))
     (metric,) = of_kind(objects, "HorizontalPodAutoscaler")[component]["spec"]["metrics"]
     assert metric["type"] == "Resource"
+
+
+def test_the_planner_serves_the_number_to_the_api_server() -> None:
+    objects = render(CPU, sets=("planner.enabled=true", "prefill.autoscaling.enabled=true"))
+    (service,) = of_kind(objects, "APIService").values()
+    secret, server = of_kind(objects, "Secret")["planner"], of_kind(objects, "Service")["planner"]
+    # The API server trusts what the planner shows, and the HPA asks by the labels that it serves.
+    assert service["spec"]["caBundle"] == secret["data"]["tls.crt"]
+    assert service["spec"]["service"]["name"] == server["metadata"]["name"]
+    (port,) = server["spec"]["ports"]
+    container = pods(objects)["planner"]["containers"][0]
+    assert port["targetPort"] in [one["name"] for one in container["ports"]]
+    options = configuration.options_of(PlannerConfig)
+    given = {
+        name.removeprefix("BATON_").lower(): value
+        for name, value in environment(pods(objects)["planner"]).items()
+    }
+    assert given.keys() <= options.keys()
+    made = PlannerConfig(
+        **{
+            name: configuration.parse(options[name], value, "the chart")
+            for name, value in given.items()
+        }
+    )
+    assert (made.release, made.scale, made.listen) == ("try-baton", (), "0.0.0.0:6443")
+    labels = of_kind(objects, "HorizontalPodAutoscaler")["prefill"]["spec"]["metrics"][0]
+    named = labels["external"]["metric"]["selector"]["matchLabels"]["service"]
+    assert named == f"{made.release}-router-metrics"
+    policy = of_kind(objects, "NetworkPolicy")["router"]["spec"]["ingress"]
+    asked = [rule["from"] for rule in policy if rule["ports"] == [{"port": "metrics"}]]
+    assert "planner" in json.dumps(asked)
+
+
+def test_a_planner_may_set_the_sizes_that_it_is_given_and_nothing_else() -> None:
+    sets = ("planner.enabled=true", "planner.externalMetrics=false")
+    pool = ("planner.scale.decode.enabled=true", "planner.scale.decode.maxReplicas=4")
+    objects = render(CPU, sets=(*sets, *pool))
+    assert environment(pods(objects)["planner"])["BATON_SCALE"] == "decode=1:4"
+    rules = of_kind(objects, "Role")["planner"]["rules"]
+    writes = [rule for rule in rules if {"update", "patch", "delete"} & set(rule["verbs"])]
+    assert [rule["resources"] for rule in writes] == [["deployments/scale"], ["leases"]]
+    assert all(rule["resourceNames"] for rule in writes)
+    assert not of_kind(objects, "APIService") and not of_kind(objects, "Secret")
+    # Without a pool it may only find routers.
+    objects = render(CPU, sets=("planner.enabled=true",))
+    (rule,) = of_kind(objects, "Role")["planner"]["rules"]
+    assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["list"])
+    assert not [each for each in render(CPU) if "planner" in each["metadata"]["name"]]
 
 
 def test_claimed_gpus_take_the_place_of_a_plugins() -> None:

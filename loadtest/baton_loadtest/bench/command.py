@@ -48,6 +48,8 @@ BENCHMARKS = {
     "simulator": "what simulating a fleet takes, with made-up speeds (3 minutes)",
     "scaling": "what becomes of bursts where simulated fleets grow by leading signals, and by how "
     "busy they are (3 minutes)",
+    "planner": "a day of traffic on simulated fleets that the planner, an HPA or nobody sizes "
+    "(5 minutes)",
     "reality": "what the simulator predicts against what a Baton on this machine does "
     "(half an hour)",
     "split": "what `baton plan split` says of three workloads against both set-ups, really run "

@@ -354,6 +354,11 @@ class Simulation:
         )
 
     @property
+    def num_arrived(self) -> int:
+        """Requests so far."""
+        return len(self._records)
+
+    @property
     def is_over(self) -> bool:
         """Whether every request has arrived and is finished or refused."""
         return self._all_came and self._over == len(self._records)

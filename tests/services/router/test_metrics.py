@@ -10,7 +10,7 @@ from prometheus_client.exposition import generate_latest
 
 from batonlm.core.admission.tenant_budgets import Limit, Refusal
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import ModelNotFound
+from batonlm.core.errors import ModelNotFound, Unavailable
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.request.request import Request, TextPrompt
 from batonlm.router.config import RouterConfig
@@ -52,6 +52,33 @@ async def test_what_is_held_is_a_leak_only_without_requests(world: World) -> Non
     assert leaks(0, world.pipeline.held)[kind] == 7
     window.give_back(7)
     assert leaks(0, world.pipeline.held)[kind] == 0
+
+
+async def test_requests_are_held_against_objectives(world: World) -> None:
+    """What a client spoils says nothing of Baton; what Baton refuses for want of room does."""
+    await world.start(RouterConfig(target_first_token_ms=60_000.0, target_between_tokens_ms=0.1))
+    acme = replace(REQUEST, tenant=Tenant("acme"))
+    await world.ask(acme)
+    await world.ask(replace(acme, max_tokens=1))
+    with pytest.raises(ModelNotFound):
+        await world.ask(replace(acme, model="other"))
+    await (await world.pipeline.open(replace(acme, max_tokens=3000))).aclose()
+    await until(world.nothing_left)
+
+    def counted(objective: str, outcome: str) -> float:
+        name = "baton_tenant_objectives_total"
+        return world.counted(name, tenant="acme", objective=objective, outcome=outcome)
+
+    assert (counted("first_token", "met"), counted("first_token", "missed")) == (2, 0)
+    assert counted("between_tokens", "met") + counted("between_tokens", "missed") == 1
+    metrics = world.pipeline.services.metrics
+    metrics.refused(Limit.QUEUE, acme.tenant)
+    metrics.refused(Limit.REQUEST_RATE, acme.tenant)
+    assert (counted("first_token", "met"), counted("first_token", "missed")) == (2, 1)
+    metrics.judged(acme.tenant, Unavailable("lost"), StageTimes(first_token_s=1.0), ())
+    assert counted("first_token", "missed") == 2
+    metrics.judged(acme.tenant, None, StageTimes(first_token_s=61.0, total_s=62.0), ())
+    assert counted("first_token", "missed") == 3
 
 
 async def test_tenants_are_counted_by_name(world: World) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, inf, isfinite
+from math import ceil, isfinite
 from statistics import fmean
 
 from batonlm.core.errors import InvalidArgument
@@ -145,11 +145,12 @@ class ScalingRule:
         needs = [positions / (policy.busy * signals.room) if signals.room else 0.0]
         if signals.places:
             needs.append(rows / (policy.busy * signals.places))
-        # Rows and positions spread over workers; the step's own time is per worker.
+        # Rows and positions spread over workers; the step's own time is per worker. A target that
+        # one sequence alone would miss, more workers would not meet either.
         work_s = rows * speed.row_s + positions * speed.context_s
-        if work_s:
-            left_s = policy.between_tokens_s - speed.step_s
-            needs.append(work_s / left_s if left_s > 0.0 else inf)
+        left_s = policy.between_tokens_s - speed.step_s
+        if work_s and work_s <= rows * left_s:
+            needs.append(work_s / left_s)
         return self._decode.target(now, max(needs))
 
     def _missing(self, now: float, signals: DecodeSignals) -> float:

@@ -98,6 +98,11 @@ TENANT_FIRST_TOKEN = Spec(
     ("tenant",),
     buckets=(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
 )
+TENANT_OBJECTIVES = Spec(
+    "baton_tenant_objectives_total",
+    "Requests of a tenant that were held against an objective, by whether they met it.",
+    ("tenant", "objective", "outcome"),
+)
 MOVES = Spec(
     "baton_moves_total",
     "Running sequences that were to leave a decode worker with their KV, by what became of it.",
@@ -121,6 +126,16 @@ FOR_CAPACITY = frozenset(
 )
 """Limits that more workers would raise. Those of a tenant and of bytes being read they would not.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What every request is held against, in seconds; 0: no request is."""
+
+    first_token_s: float = 0.0
+    """From arrival to the first text."""
+    between_tokens_s: float = 0.0
+    """Mean of the tokens behind the first."""
 
 
 @dataclass(slots=True)
@@ -148,6 +163,7 @@ class RouterMetrics:
         self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)
         """By model name."""
         self.arrived = Arrived()
+        self.objectives = Objectives()
         self._refusals = counter(REFUSALS, registry)
         self._prompt_tokens = counter(PROMPT_TOKENS, registry)
         self._first_token = histogram(TIME_TO_FIRST_TOKEN, registry)
@@ -159,6 +175,7 @@ class RouterMetrics:
         self._tenant_refusals = counter(TENANT_REFUSALS, registry)
         self._tenant_tokens = counter(TENANT_TOKENS, registry)
         self._tenant_first_token = histogram(TENANT_FIRST_TOKEN, registry)
+        self._tenant_objectives = counter(TENANT_OBJECTIVES, registry)
         self._remote = counter(REMOTE_PREFILL, registry)
         self._local = counter(LOCAL_PREFILL, registry)
         self._migrations = counter(MIGRATIONS, registry)
@@ -172,7 +189,9 @@ class RouterMetrics:
         self.arrived.placed[model] += 1
 
     def refused(self, limit: Limit, tenant: Tenant) -> None:
-        self.arrived.refused += limit in FOR_CAPACITY
+        if limit in FOR_CAPACITY:
+            self.arrived.refused += 1
+            self._judge(tenant, "first_token", self.objectives.first_token_s, None)
         self._refusals.labels(limit.value).inc()
         self._tenant_refusals.labels(self._label(tenant), limit.value).inc()
 
@@ -213,6 +232,30 @@ class RouterMetrics:
         outcome = outcome_of(error)
         self._requests.labels(outcome).inc()
         self._tenant_requests.labels(self._label(tenant), outcome).inc()
+
+    def judged(
+        self,
+        tenant: Tenant,
+        error: BaseException | None,
+        times: StageTimes,
+        logs: Sequence[TokenLog],
+    ) -> None:
+        """Holds a request that ended against the objectives. error: None, or a failure that is not
+        its client's; refusals are counted by `refused`."""
+        if error is not None and any(map(len, logs)):
+            return
+        first_s = None if error is not None else times.first_token_s
+        self._judge(tenant, "first_token", self.objectives.first_token_s, first_s)
+        per_token_s = _per_token_s(times, logs)
+        if per_token_s is not None:
+            limit_s = self.objectives.between_tokens_s
+            self._judge(tenant, "between_tokens", limit_s, per_token_s)
+
+    def _judge(self, tenant: Tenant, objective: str, limit_s: float, took_s: float | None) -> None:
+        """took_s: None where it never came."""
+        if limit_s:
+            outcome = "met" if took_s is not None and took_s <= limit_s else "missed"
+            self._tenant_objectives.labels(self._label(tenant), objective, outcome).inc()
 
     def spent(self, tenant: Tenant, times: StageTimes, output_tokens: int) -> None:
         """Records the output tokens and the stage times of an admitted request."""

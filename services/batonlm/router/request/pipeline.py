@@ -22,10 +22,15 @@ from batonlm.core.request.request import Event, Request
 from batonlm.core.request.validation import validate
 from batonlm.core.routing.failures import RetryBudget
 from batonlm.router.config import RouterConfig
-from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.observe.metrics import Objectives, RouterMetrics
 from batonlm.router.observe.records import Records, UsageSink
 from batonlm.router.observe.stage_timer import StageTimer, trace_of
-from batonlm.router.request.admission import AdmissionController, RequestContext, RouterServices
+from batonlm.router.request.admission import (
+    AdmissionController,
+    RequestContext,
+    RouterServices,
+    is_clients_fault,
+)
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.request.preparation import Preparation, Prepared
 from batonlm.router.request.runner import RequestRunner
@@ -168,6 +173,10 @@ class Pipeline:
         self._tracer = tracer
         self._config = config
         self._metrics = metrics
+        if config.target_first_token_ms:
+            metrics.objectives = Objectives(
+                config.target_first_token_ms / 1000, config.target_between_tokens_ms / 1000
+            )
         self.gate = AdmissionController(fleet, config, metrics, live_replicas)
         self.records = Records(config, usage)
         self.services = RouterServices(
@@ -469,6 +478,8 @@ class Pipeline:
         self._metrics.spent(tenant, times, num_tokens)
         self._metrics.over(context.request, model, error, times, logs)
         self._metrics.ended(error, tenant)
+        if not (isinstance(error, Refusal) or is_clients_fault(error, context.request)):
+            self._metrics.judged(tenant, error, times, logs)
 
     def _release_one(self) -> None:
         self._num_requests -= 1

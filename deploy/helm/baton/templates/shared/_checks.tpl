@@ -18,6 +18,7 @@
 {{- end -}}
 {{- include "baton.checks.model" . -}}
 {{- include "baton.checks.objects" . -}}
+{{- include "baton.checks.planner" . -}}
 {{- include "baton.checks.hostNetwork" . -}}
 {{- range list "router" "tokenizer" "decode" "detokenizer" -}}
 {{- $c := index $v . -}}

@@ -57,6 +57,12 @@ spec:
       from:
         {{- toYaml . | nindent 8 }}
     {{- end }}
+    {{- if and (eq .component "router") .root.Values.planner.enabled }}
+    - ports:
+        - port: metrics
+      from:
+        {{- include "baton.peer" (dict "root" .root "component" "planner") | nindent 8 }}
+    {{- end }}
     {{- with $c.networkPolicy.extraIngress }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
