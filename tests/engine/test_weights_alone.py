@@ -14,9 +14,8 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee
 from batonlm.engine.linear import INT4, INT8_WEIGHTS, swap
+from batonlm.engine.memory import INT4_GROUP, quantized_bytes
 from batonlm.engine.quantized import (
-    INT4_GROUP,
-    bytes_of,
     fits,
     quantize_groups,
     quantize_rows,
@@ -112,7 +111,7 @@ def test_layers_that_the_product_does_not_take_stay_as_they_are() -> None:
     assert fits(torch.empty(64, 64), "int4")
     for shape in ((40, 64), (64, 48), (64, 1024)):
         assert not fits(torch.empty(shape), "int4")
-    assert bytes_of(torch.empty(64, 64), "int4") == 64 * 32 + 64 * 2 * 4
+    assert quantized_bytes(64, 64, "int4") == 64 * 32 + 64 * 2 * 4
 
 
 @pytest.mark.parametrize(("arch", "quantize"), [("llama", "int4"), ("qwen3_moe", "int4")])

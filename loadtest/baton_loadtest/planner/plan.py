@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 from batonlm.cli.layout import resolve_model
+from batonlm.cli.models import hub_folder, may_be_hub_id
+from batonlm.cli.precision import INT8_PRODUCTS, cpu_flags
 from batonlm.core.errors import InvalidArgument, install
+from batonlm.core.request.model import KV_DTYPES, KvLayout
 from batonlm.engine.config import CHOICES, EngineConfig, configure_threads
-from batonlm.engine.memory import size
-from batonlm.worker.hardware import sizes
+from batonlm.engine.config_shape import shape_of
+from batonlm.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
+from batonlm.rpc.model_folder import read_json
+from batonlm.worker.hardware import sizes, usable_gpus
 
-if TYPE_CHECKING:
-    from batonlm.engine.footprint import ForeseenModel
-
-
+_DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig("any", kv_memory_bytes=0)
 
 
@@ -54,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     memory.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     memory.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto",
+        "--dtype", choices=("auto", *_DTYPES), default="auto",
         help="of weights and KV (auto: float32 on a CPU, the model's own on a GPU)",
     )  # fmt: skip
     memory.add_argument("--quantize", choices=CHOICES["quantize"], default="none")
@@ -107,6 +109,90 @@ def _memory(args: argparse.Namespace) -> int:
         quantize=args.quantize,
         kv_cache_dtype=args.kv_cache_dtype,
     )
+    found = (None if tensor * stages > 1 else _quickly(args, config)) or _slowly(args, config)
+    return _show(args, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What a worker, or the rank with the least room, would take."""
+
+    name: str
+    layout: KvLayout
+    dtype: str
+    """In which the model computes."""
+    latent_size: int
+    sliding_layers: int
+    memory: MemoryPlan
+    config: EngineConfig
+    """With what the options left open."""
+    weights: int
+    """Bytes of all ranks."""
+
+
+def _sized(
+    args: argparse.Namespace, config: EngineConfig, gpu_bytes: int | None, weights: int
+) -> EngineConfig:
+    """The configuration with what a worker's role, device and model decide."""
+    found = sizes(args.role, gpu_bytes, weights)
+    sequences = found.max_running if args.sequences is None else args.sequences
+    tokens = found.step_tokens if args.step_tokens is None else args.step_tokens
+    share = found.memory_share if args.memory_share is None else args.memory_share
+    return replace(
+        config, memory_share=share, max_batch=sequences, max_step_tokens=tokens + sequences
+    )
+
+
+def _quickly(args: argparse.Namespace, config: EngineConfig) -> _Outlook | None:
+    """Of a model that `config_shape` knows; None for others, and for what only torch can tell: how
+    much of a GPU is free, and in what it computes."""
+    on_gpu = config.device == "cuda"
+    if config.device != "cpu" and usable_gpus("auto"):
+        return None
+    if config.quantize == "fp8" or (on_gpu and (not args.memory_gib or config.quantize != "none")):
+        return None
+    folder = Path(config.model).expanduser()
+    if not folder.is_dir():
+        if not may_be_hub_id(config.model):
+            return None
+        folder = hub_folder(config.model, ["config.json"])
+    shape = shape_of(read_json(folder / "config.json"))
+    if shape is None or config.max_model_len > shape.positions:
+        return None
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if on_gpu and shape.dtype in _DTYPES else "float32"
+    quantize = config.quantize
+    if quantize == "int8" and cpu_flags().isdisjoint(INT8_PRODUCTS):
+        quantize = "int8-weights"
+    free = int((args.memory_gib or 0) * GIB) or host_free_bytes()
+    weights = shape.weights_bytes(dtype, quantize, on_cpu=not on_gpu)
+    config = _sized(args, config, free if on_gpu else None, weights)
+    kept = KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    memory = plan_memory(
+        config,
+        device="cuda" if on_gpu else "cpu",
+        model_len=config.max_model_len or shape.positions,
+        free_bytes=free,
+        weights=weights,
+        activations=shape.activation_bytes(config, dtype),
+        position=shape.position_bytes(kept),
+    )
+    layout = KvLayout(
+        model_digest="",
+        dtype=kept,
+        num_layers=shape.layers,
+        num_kv_heads=shape.kv_heads,
+        key_size=shape.head_size,
+        value_size=shape.head_size,
+    )
+    name = config.model_name or Path(config.model).name
+    return _Outlook(name, layout, dtype, 0, shape.sliding_layers, memory, config, weights)
+
+
+def _slowly(args: argparse.Namespace, config: EngineConfig) -> _Outlook:
+    """By building the model without its weights, which is to import torch."""
+    tensor, stages = args.tensor_parallel, args.pipeline_parallel
     if "torch" not in sys.modules:
         configure_threads()
     try:
@@ -128,28 +214,38 @@ def _memory(args: argparse.Namespace) -> int:
     cuts = [cutting(place) if ranks > 1 else None for place in places]
     outlines = [outline(config, cut) for cut in cuts]
     weights = [weights_bytes(one.network, device, one.quantize) for one in outlines]
-    found = sizes(args.role, (total or free) if on_gpu else None, max(weights))
-    sequences = found.max_running if args.sequences is None else args.sequences
-    tokens = found.step_tokens if args.step_tokens is None else args.step_tokens
-    share = found.memory_share if args.memory_share is None else args.memory_share
-    config = replace(
-        config, memory_share=share, max_batch=sequences, max_step_tokens=tokens + sequences
-    )
+    config = _sized(args, config, (total or free) if on_gpu else None, max(weights))
     each = free if on_gpu else free // ranks
     outlooks = [foresee(config, each, total=total, cut=cut) for cut in cuts]
     # All ranks have as many blocks as the one with the least room.
     outlook = min(outlooks, key=lambda one: (one.memory.num_blocks, -one.memory.weights_bytes))
-    memory = outlook.memory
+    shape = outlook.shape
+    return _Outlook(
+        outlook.model.description.name,
+        shape.layout,
+        shape.dtype,
+        shape.latent_size,
+        shape.sliding_layers,
+        outlook.memory,
+        config,
+        tensor * sum(weights),
+    )
+
+
+def _show(args: argparse.Namespace, outlook: _Outlook) -> int:
+    memory, config = outlook.memory, outlook.config
+    tensor, stages = args.tensor_parallel, args.pipeline_parallel
     everything = memory.needed_bytes(config.max_batch)
     lines = [
         *_model_lines(outlook),
-        *_rank_lines(tensor, stages, tensor * sum(weights)),
+        *_rank_lines(tensor, stages, outlook.weights),
         *memory.lines(),
         ("a sequence", f"of {memory.max_model_len} takes {size(memory.sequence_bytes)}"),
         (
             "all at once",
             f"{config.max_batch} sequences of {memory.model_len} take {size(everything)} with "
-            f"weights and activations: a device with {size(int(everything / share))}",
+            "weights and activations: a device with "
+            f"{size(int(everything / config.memory_share))}",
         ),
     ]
     for name, text in lines:
@@ -176,39 +272,39 @@ def _rank_lines(tensor: int, stages: int, weights: int) -> list[tuple[str, str]]
     ]
 
 
-def _model_lines(outlook: ForeseenModel) -> list[tuple[str, str]]:
-    layout, memory = outlook.shape.layout, outlook.memory
+def _model_lines(outlook: _Outlook) -> list[tuple[str, str]]:
+    layout, memory = outlook.layout, outlook.memory
     heads = f"{layout.num_kv_heads} heads x ({layout.key_size} + {layout.value_size})"
-    if rank := outlook.shape.latent_size:
+    if rank := outlook.latent_size:
         heads = f"(a latent of {rank} + a rotated key of {layout.key_size - rank})"
     lines = [
-        ("model", outlook.model.description.name),
+        ("model", outlook.name),
         (
             "a token's KV",
             f"{size(memory.block_bytes // memory.block_size)}: {layout.num_layers} layers x "
-            f"{heads} x {outlook.shape.dtype}",
+            f"{heads} x {outlook.dtype}",
         ),
     ]
     stored, wire = memory.block_bytes // memory.block_size, layout.bytes_per_position
     if stored != wire:
         lines.append(("", f"values are stored as large as keys; {size(wire)} travel"))
-    if sliding := outlook.shape.sliding_layers:
+    if sliding := outlook.sliding_layers:
         lines.append(
             ("", f"{sliding} layers look back over a window only, but are stored whole as well")
         )
     return lines
 
 
-def _document(outlook: ForeseenModel, everything: int) -> dict[str, Any]:
-    layout, memory = outlook.shape.layout, outlook.memory
+def _document(outlook: _Outlook, everything: int) -> dict[str, Any]:
+    layout, memory = outlook.layout, outlook.memory
     return {
-        "model": outlook.model.description.name,
+        "model": outlook.name,
         "layout": {
             name: value
             for name, value in asdict(layout).items()
             if name not in ("model_digest", "min_wire_version", "max_wire_version")
         },
-        "sliding_layers": outlook.shape.sliding_layers,
+        "sliding_layers": outlook.sliding_layers,
         "wire_bytes_per_token": layout.bytes_per_position,
         **asdict(memory),
         "max_model_len": memory.max_model_len,

@@ -27,6 +27,9 @@ LEAST_KV_BYTES = 16 * MIB
 LARGE_BYTES = 256 * MIB
 """Weights from which on reading them bounds the speed: smaller ones stay in caches for a part."""
 
+INT8_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Flags of CPUs that multiply int8."""
+
 _COPIED_BYTES = 64 * MIB
 _COPIES = 3
 _ONE_ENGINE = " --prefill 0 --decode 1"
@@ -141,7 +144,7 @@ def candidates(cpu: frozenset[str]) -> list[Precision]:
     """What can run on a CPU, best first: exact, then by speed."""
     quick_bfloat16 = not cpu.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
     found = [FLOAT32, *([BFLOAT16] if quick_bfloat16 else ())]
-    if not cpu.isdisjoint({"avx512_vnni", "avx_vnni", "amx_int8"}):
+    if not cpu.isdisjoint(INT8_PRODUCTS):
         found += [INT8, SMALLEST]
     return found if quick_bfloat16 else [*found, BFLOAT16]
 

@@ -25,20 +25,14 @@ from batonlm.engine.lean import Conv1D
 from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
 from batonlm.engine.memory import (
+    LAYER_COPIES,
+    LOGIT_COPIES,
     MemoryPlan,
     host_free_bytes,
     plan_memory,
+    quantized_bytes,
     size,
 )
-from batonlm.engine.quantized import bytes_of, fits
-
-_LAYER_COPIES = 4
-"""How many tensors of a layer's width live at once while it is computed: residual, normed input,
-two branches of a gated product or a rotation and its parts."""
-
-_LOGIT_COPIES = 6
-"""float32 tensors of a row of logits that sampling makes: distances, counts of tokens (whose memory
-doubles when it grows), and the softmax of rows that want log-probabilities, from copies."""
 
 
 def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:
@@ -54,10 +48,13 @@ def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> in
             if (id(tensor), matrix is not None) in seen:
                 continue
             seen.add((id(tensor), matrix is not None))
-            if matrix is not None and fits(matrix, quantize):
-                total += tensor.numel() // matrix.numel() * bytes_of(matrix, quantize)
-            else:
-                total += tensor.numel() * tensor.element_size()
+            packed = 0
+            if matrix is not None:
+                outputs, inputs = matrix.shape
+                packed = (
+                    tensor.numel() // matrix.numel() * quantized_bytes(outputs, inputs, quantize)
+                )
+            total += packed or tensor.numel() * tensor.element_size()
     return total
 
 
@@ -81,9 +78,9 @@ def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: Attention
     query_heads = layout.num_kv_heads * shape.per_head
     attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, shape.value_size)
     width = int(text.hidden_size) + _widest(network, text) + attention
-    tokens = config.max_step_tokens * width * _LAYER_COPIES * element
+    tokens = config.max_step_tokens * width * LAYER_COPIES * element
     vocab = loaded.description.vocab_size
-    sampled = config.max_batch * vocab * (element + 4 * _LOGIT_COPIES)
+    sampled = config.max_batch * vocab * (element + 4 * LOGIT_COPIES)
     scored = min(SCORED_POSITIONS, config.max_step_tokens) * vocab * element
     return tokens + sampled + scored
 

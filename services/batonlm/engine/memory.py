@@ -20,9 +20,41 @@ from batonlm.engine.config import MIB, EngineConfig
 _LEAST_POSITIONS = 128
 """A pool that holds fewer is of no use, unless the model's longest sequence is even shorter."""
 
+LAYER_COPIES = 4
+"""How many tensors of a layer's width live at once while it is computed: residual, normed input,
+two branches of a gated product or a rotation and its parts."""
+
+LOGIT_COPIES = 6
+"""float32 tensors of a row of logits that sampling makes: distances, counts of tokens (whose memory
+doubles when it grows), and the softmax of rows that want log-probabilities, from copies."""
+
 CHECKED_POSITIONS = 45, 22
 """Lengths of the prompts by which a model is checked at load, where it has that many positions. A
 pool has to hold them side by side."""
+
+
+INT4_GROUP = 32
+"""Inputs that share a scale and an offset."""
+# Outputs fewer than an eighth of the inputs: routers and gates, whose errors weigh most, are among
+# these layers, and all of them together cost little.
+_NARROW = 8
+# Matrices of fewer columns or rows, or of other multiples, are not taken by a GPU's fp8 product,
+# nor by a CPU's int4 product.
+_MULTIPLE = 16
+
+
+def quantized_bytes(outputs: int, inputs: int, quantize: str) -> int:
+    """What a matrix takes: numbers, scales and offsets; 0 where it stays as it is. quantize: as
+    `quantized.settle` returns it."""
+    if quantize == "none" or outputs * _NARROW < inputs:
+        return 0
+    if quantize in ("fp8", "int4") and outputs % _MULTIPLE:
+        return 0
+    if inputs % {"fp8": _MULTIPLE, "int4": INT4_GROUP}.get(quantize, 1):
+        return 0
+    if quantize == "int4":
+        return outputs * (inputs // 2 + 2 * 2 * (inputs // INT4_GROUP))
+    return outputs * (inputs + {"int8": 8, "int8-weights": 2, "fp8": 4}[quantize])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,21 +16,14 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.exact import Product, random_rows
+from batonlm.engine.memory import INT4_GROUP, quantized_bytes
 
 log = logging.getLogger(__name__)
 
 Bind = Callable[[torch.Tensor, torch.Tensor | None], Product]
 """As a Form's."""
 
-# Outputs fewer than an eighth of the inputs: routers and gates, whose errors weigh most, are among
-# these layers, and all of them together cost little.
-_NARROW = 8
-# Matrices of fewer columns or rows, or of other multiples, are not taken by a GPU's fp8 product,
-# nor by a CPU's int4 product.
-_MULTIPLE = 16
 _FP8_CAPABILITY = (8, 9)
-INT4_GROUP = 32
-"""Inputs that share a scale and an offset."""
 
 
 def settle(quantize: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -66,21 +59,7 @@ def _has_int8_products() -> bool:
 def fits(weight: torch.Tensor, quantize: str) -> bool:
     """Whether a weight [outputs, inputs] becomes what `settle` returned; narrow ones do not."""
     outputs, inputs = weight.shape
-    if quantize == "none" or outputs * _NARROW < inputs:
-        return False
-    if quantize == "fp8":
-        return outputs % _MULTIPLE == inputs % _MULTIPLE == 0
-    if quantize == "int4":
-        return outputs % _MULTIPLE == inputs % INT4_GROUP == 0
-    return True
-
-
-def bytes_of(weight: torch.Tensor, quantize: str) -> int:
-    """What a weight [outputs, inputs] that `fits` takes: numbers, scales and offsets."""
-    outputs, inputs = weight.shape
-    if quantize == "int4":
-        return outputs * (inputs // 2 + 2 * 2 * (inputs // INT4_GROUP))
-    return outputs * (inputs + {"int8": 8, "int8-weights": 2, "fp8": 4}[quantize])
+    return bool(quantized_bytes(outputs, inputs, quantize))
 
 
 # int8: weights are scaled per output, activations per row. A row is scaled by its own largest
