@@ -64,7 +64,8 @@ def _type(name: str, dtype: str, kept: str) -> str:
         return "*i64"
     if name in ("scale", "epsilon", "alpha", "limit"):
         return "fp32"
-    return "i32" if name in ("count", "pairs") or name.endswith("_stride") else "*i32"
+    whole = name in ("count", "pairs", "first_head", "wire_heads") or name.endswith("_stride")
+    return "i32" if whole else "*i32"
 
 
 def compiled(
