@@ -233,6 +233,7 @@ def test_the_light_image_has_nothing_of_the_engine() -> None:
 def test_all_commands_are_there() -> None:
     """The package is installed as pip installs it, scripts and all; these are what charts run."""
     processes = {"router", "tokenizer", "prefill", "decode", "detokenizer", "encode", "ranks"}
+    processes |= {"planner"}
     expected = {"baton", *(f"baton-{process}" for process in processes)}
     assert set(PROJECT["project"]["scripts"]) == expected
     assert "--prefix /code" in " ".join(FILE.stages["code"].of("RUN"))

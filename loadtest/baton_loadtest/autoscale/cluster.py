@@ -50,7 +50,9 @@ class Cluster:
                 ) from None
             self.namespace = str(context["context"].get("namespace") or "default")
         self._release, self._identity = release, identity
-        api = client.ApiClient(made)
+        # The client refuses lists that are null, which a Service without pods has.
+        made.client_side_validation = False
+        api = self._api = client.ApiClient(made)
         self._client = client
         self._core, self._apps = client.CoreV1Api(api), client.AppsV1Api(api)
         self._slices, self._leases = client.DiscoveryV1Api(api), client.CoordinationV1Api(api)
@@ -63,10 +65,9 @@ class Cluster:
             answer = self._slices.list_namespaced_endpoint_slice(
                 self.namespace,
                 label_selector=selector,
-                _preload_content=False,
                 _request_timeout=CALL_S,
             )
-            slices = json.loads(answer.data)["items"]
+            slices = self._api.sanitize_for_serialization(answer)["items"]
         return [each.address for each in endpoints(slices, METRICS_PORT) if answers(each)]
 
     def front_proxy(self) -> FrontProxy:
