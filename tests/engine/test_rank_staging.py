@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,48 @@ def test_ranks_pack_into_buffers_of_each_others_gpus(
     finally:
         pool.close()
     assert retained(driver) == before
+
+
+@pytest.mark.deep
+def test_hashes_and_copies_take_turns(
+    saved: Callable[[str], Path], ranked: Callable[..., RankedRunner]
+) -> None:
+    """Of several threads, as a sender's are; each gets its own answer."""
+    runner = ranked(saved("llama"), 2)
+    (prompt,) = random_prompts((LENGTH,), VOCAB, seed=5)
+    fill(runner, prompt, HERE)
+    pool = StagingPool(8, BUFFER, memory_of(runner, 8))
+    spans = [(first, LENGTH - 2 * first) for first in range(8)]
+    wanted = [bytes(packed(runner, HERE, *span)) for span in spans]
+
+    def move(number: int) -> bytes:
+        part = pool.view(number)[128 : 128 + len(wanted[number])]
+        runner.pack(HERE, *spans[number], part)
+        return pool.memory.leaf_hashes(part, POINTS)
+
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(move, range(8)))
+        assert found == [leaf_hashes(memoryview(payload), POINTS) for payload in wanted]
+    finally:
+        pool.close()
+
+
+@pytest.mark.deep
+def test_memory_is_freed_when_the_ranks_have_ended_already(
+    saved: Callable[[str], Path], driver: ctypes.CDLL
+) -> None:
+    config = EngineConfig(str(saved("llama")), num_blocks=64, threads=1)
+    runner, before = RankedRunner.open(LocalRanks(2), config), retained(driver)
+    runner.on_device = True
+    memory = memory_of(runner, 4)
+    mapped = retained(driver)
+    runner.close()
+    memory.close()
+    memory.close()
+    # What ranks had mapped goes with their processes, which are threads here.
+    assert mapped - retained(driver) == 2
+    ctypes.c_int.in_dll(driver, "retained").value = before
 
 
 def test_buffers_of_several_devices_are_taken_in_turn(
