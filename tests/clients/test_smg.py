@@ -19,7 +19,7 @@ import pytest
 
 from batonlm.cli.ports import free_ports
 from tests.clients.conftest import INSTALL_S, install
-from tests.e2e.relay import Relay, eventually
+from tests.e2e.relay import Relay, eventually, until_it_comes_about
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
@@ -205,9 +205,16 @@ def test_a_client_that_hangs_up_frees_its_tokens(fronted: Fronted) -> None:
     def running() -> float:
         return fronted.relay.metric(router, "baton_requests_open")
 
-    with httpx.stream(
-        "POST", f"{fronted.gateway}/v1/chat/completions", json=body, timeout=LIMIT_S
-    ) as answer:
-        next(answer.iter_lines())
-        assert running() == 1
-    eventually(lambda: running() == 0, 30, "the request has ended")
+    def cancelled() -> float:
+        return fronted.relay.metric(router, "baton_requests_total", outcome="cancelled")
+
+    def hung_up() -> bool:
+        before = cancelled()
+        with httpx.stream(
+            "POST", f"{fronted.gateway}/v1/chat/completions", json=body, timeout=LIMIT_S
+        ) as answer:
+            next(answer.iter_lines())
+        eventually(lambda: running() == 0, 30, "the request has ended")
+        return cancelled() > before
+
+    until_it_comes_about(hung_up, "a client hangs up before its answer ends")

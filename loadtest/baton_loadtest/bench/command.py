@@ -33,6 +33,7 @@ BENCHMARKS = {
     "(5 minutes)",
     "fairness": "what one tenant's floods and attacks do to another, with two routers (6 minutes)",
     "batch": "what interactive streams notice of a batch beside them (3 minutes)",
+    "encode": "what a large job of vectors does to chats beside it (3 minutes)",
     "routing": "one routing decision over many workers, and the prefix index's memory (a minute)",
     "router": "what the router adds to the first token's time, and its CPU time per token "
     "(2 minutes)",

@@ -166,7 +166,6 @@ async def vectors(
 ) -> Vectors:
     """Computes a message's vectors or scores, and grows holding by them. read: `embed_from_proto`
     or `score_from_proto`. Raises BatonError."""
-    pipeline.turn_away(tenant, 0)
     with pipeline.reading(tenant):
         request = read(message, deadline_s()).of(tenant, trace)
     found = await pipeline.vectors(request, holding)

@@ -54,7 +54,6 @@ class VectorRoute:
         tenant = caller(scope)
         async with self.bodies.received(scope, receive) as body:
             try:
-                self.pipeline.turn_away(tenant, 0)
                 with self.pipeline.reading(tenant):
                     given, ignored = decode(body.raw, self.kind)
                     prompt = VectorPrompt(
