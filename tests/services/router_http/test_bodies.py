@@ -156,6 +156,15 @@ async def test_bodies_that_come_have_room_before_they_are_read(world: World) -> 
     assert await Client().ask(world.app) == 200
 
 
+@pytest.mark.parametrize(("path", "status"), [("/nowhere", 404), ("/v1/models", 405)])
+async def test_a_body_that_no_route_takes_is_read_too(world: World, path: str, status: int) -> None:
+    """Else the connection is reset, and the answer with it."""
+    astray = Client(path=path, parts=[b"x" * KIB] * 8)
+    assert await astray.ask(world.app) == status
+    assert astray.num_read == 8
+    assert world.held == 0
+
+
 async def test_who_awaits_an_invitation_is_refused_without_one(world: World) -> None:
     flood = await sending(world, 8)
     refused = Client(headers={"expect": "100-continue"})

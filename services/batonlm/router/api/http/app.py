@@ -151,7 +151,12 @@ class HttpApp:
             except (HttpError, Unauthenticated):
                 await self._bodies.discard(scope, receive)
                 raise
-            await self._router(scope, receive, send)
+            try:
+                await self._router(scope, receive, send)
+            except HTTPException:
+                # No route has read the body.
+                await self._bodies.discard(scope, receive)
+                raise
         except ClientGone:
             return
         except (BatonError, HttpError, HTTPException) as error:
