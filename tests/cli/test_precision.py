@@ -107,11 +107,25 @@ def test_a_refusal_says_what_would_fit() -> None:
 
 
 def test_weights_that_are_quantized_already_stay_as_they_are() -> None:
-    packed = ModelWeights(GIB, 0, is_packed=True)
+    packed = ModelWeights(0, GIB // 2, is_packed=True, kept_bytes=GIB)
     settings: Any = {"quantize": "none", "threads": 1, "cpu": AMX}
     assert choose(packed, 1, 9 * GIB, dtype="auto", **settings).precision == FLOAT32
+    assert choose(packed, 1, 3 * GIB, dtype="auto", **settings).precision == BFLOAT16
     with pytest.raises(InvalidArgument, match="nothing smaller fits"):
         choose(packed, 1, GIB, dtype="auto", **settings)
+
+
+@pytest.mark.parametrize("kind", ["awq", "compressed int8"])
+def test_the_sum_of_quantized_weights_is_about_the_workers_own(kind: str, tmp_path: Path) -> None:
+    from batonlm.engine.footprint import foresee
+    from tests.engine.quantised import write as write_quantised
+    from tests.engine.tiny_models import save_tiny_model
+
+    folder, _ = write_quantised(kind, save_tiny_model("llama", tmp_path / "plain"), tmp_path)
+    for precision in (FLOAT32, BFLOAT16):
+        memory = foresee(EngineConfig(str(folder), device="cpu", dtype=precision.dtype)).memory
+        found = read_weights(folder).num_bytes(precision)
+        assert found == pytest.approx(memory.weights_bytes, rel=0.06)
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, INT8, SMALLEST], ids=str)

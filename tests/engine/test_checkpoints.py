@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.checkpoint import Checkpoint, UnsupportedModel, check_files, read_scheme
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.footprint import foresee, weights_bytes
+from batonlm.engine.kept import KeptLinear
 from batonlm.engine.loader import Bar, load, outline, read_onto
 from batonlm.engine.runner import TorchRunner
-from tests.engine.driving import generate, random_prompts, together
+from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
+from tests.engine.machine import needs_int8
 from tests.engine.quantised import KINDS, change_config, write
 from tests.engine.tiny_models import VOCAB
 
@@ -35,17 +41,24 @@ def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     return answers
 
 
-def check(quantised: Path, reference: Path) -> None:
-    """Equal weights, bit for bit, and equal tokens."""
-    ours = load(EngineConfig(str(quantised), device="cpu")).network.state_dict()
+def check(quantised: Path, reference: Path, *, kept: int) -> None:
+    """Equal weights, bit for bit, and equal tokens, whatever a step is made of. kept: how many
+    layers stay quantised."""
+    loaded = load(EngineConfig(str(quantised), device="cpu")).network
+    ours = loaded.state_dict()
+    layers = {n: each for n, each in loaded.named_modules() if isinstance(each, KeptLinear)}
+    assert len(layers) == kept
     theirs = load(EngineConfig(str(reference), device="cpu")).network.state_dict()
+    ours |= {f"{name}.weight": layer.kept.dense() for name, layer in layers.items()}
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
     prompts = random_prompts([3, 20], VOCAB)
     runner = TorchRunner.load(EngineConfig(str(quantised), num_blocks=64, device="cpu"))
     try:
+        assert runner.exact, runner.not_exact_because
         got = generate(runner, prompts, together(2, 3), NEW)
+        assert generate(runner, prompts[1:], scattered(1, 3), NEW, chunk=6) == got[1:]
     finally:
         runner.close()
     assert got == reference_tokens(reference, prompts)
@@ -55,22 +68,114 @@ def check(quantised: Path, reference: Path) -> None:
 def test_tokens_are_those_of_the_numbers_that_are_stored(
     kind: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    check(*write(kind, saved("llama"), tmp_path))
+    check(*write(kind, saved("llama"), tmp_path), kept=21)
+
+
+@pytest.mark.parametrize("kind", ["awq", "fp8 by block", "compressed int8"])
+def test_weights_that_are_kept_take_what_they_take_in_files(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The plan of memory has the same sum before a weight is read and after."""
+    quantised, reference = write(kind, saved("llama"), tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        config = EngineConfig(str(quantised), dtype=dtype, device="cpu")
+        loaded = load(config)
+        device, network = loaded.device, loaded.network
+        wide = load(replace(config, model=str(reference))).network
+        taken = weights_bytes(network, device, "none")
+        assert foresee(config).memory.weights_bytes == taken
+        layers = [each for each in network.modules() if isinstance(each, KeptLinear)]
+        assert len(layers) == 21
+        kept = sum(layer.kept.num_bytes for layer in layers)
+        numbers = sum(layer.in_features * layer.out_features for layer in layers)
+        dense = numbers * (4 if dtype == "float32" else 2)
+        assert weights_bytes(wide, device, "none") - taken == dense - kept
+        # Scales of groups of 32 numbers, and zeros, are the rest.
+        assert 0.5 * numbers <= kept <= (0.65 if kind == "awq" else 1.13) * numbers
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "kind", [*(kind for kind in DENSE if "fp8" not in kind), "fp8 by block", "fp8 by tensor"]
+)
+def test_in_bfloat16_rows_do_not_change_with_their_neighbours(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantised, reference = write(kind, saved("qwen3"), tmp_path)
+    config = EngineConfig(str(quantised), num_blocks=64, dtype="bfloat16", device="cpu")
+    runner = TorchRunner.load(config)
+    plain = TorchRunner.load(replace(config, model=str(reference)))
+    prompts = random_prompts([3, 40, 17], VOCAB)
+    try:
+        assert runner.exact, runner.not_exact_because
+        wanted = [generate(runner, [prompt], together(1, 5), NEW)[0] for prompt in prompts]
+        assert generate(runner, prompts, scattered(3, 5), NEW, chunk=7) == wanted
+        plan = StepPlan(0, (Chunk(0, prompts[1], 0, ((0, 3),), (SampleRow(0, 0, 0, GREEDY),)),))
+        one, other = (each.forward(plan)[0].float().clone() for each in (runner, plain))
+        assert float((one - other).norm() / other.norm()) < 0.05
+    finally:
+        runner.close()
+        plain.close()
+
+
+@needs_int8
+def test_codes_of_8_bits_are_not_rounded_again(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """--quantize int8 rounds activations, and weights by output are what they are stored as."""
+    quantised, reference = write("compressed int8", saved("llama"), tmp_path)
+    config = EngineConfig(str(quantised), num_blocks=64, quantize="int8", exact=False, device="cpu")
+    assert any(isinstance(each, KeptLinear) for each in load(config).network.modules())
+    prompt = random_prompts([30], VOCAB)[0]
+    plan = StepPlan(0, (Chunk(0, prompt, 0, ((0, 2),), (SampleRow(0, 0, 0, GREEDY),)),))
+    rows, digests = [], []
+    for given in (config, replace(config, model=str(reference)), replace(config, quantize="none")):
+        runner = TorchRunner.load(given)
+        rows.append(runner.forward(plan)[0].clone())
+        digests.append(runner.model.digest)
+        runner.close()
+    kept, rounded, exact = rows
+    assert digests[0] == f"{digests[2]}-int8"
+    assert float((kept - exact).norm()) > 0
+    assert float((kept - rounded).norm() / rounded.norm()) < 1e-3
+
+
+def test_what_cannot_be_kept_is_dequantised_and_said(
+    saved: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantised, _ = write("compressed w4a16 in order of activations", saved("llama"), tmp_path)
+    file = quantised / "model.safetensors"
+    stored = load_file(file)
+    name = "model.layers.0.self_attn.q_proj"
+    # One input moves from its group to the next, so that groups are of several sizes.
+    order = stored[f"{name}.weight_g_idx"]
+    order[int((order == 0).nonzero()[0])] = 1
+    save_file(stored, file, {"format": "pt"})
+    with caplog.at_level("INFO", "batonlm.engine.loader"):
+        network = load(EngineConfig(str(quantised), device="cpu")).network
+    assert type(network.get_submodule(name)) is nn.Linear
+    assert "1 quantised weights are dequantised: its groups of inputs are of several" in caplog.text
+    kept = [each for each in network.modules() if isinstance(each, KeptLinear)]
+    assert len(kept) == 20
+    assert "of linear layers as stored (20 int4)" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("arch", "kind"),
+    ("arch", "kind", "kept"),
     [
-        ("gpt_oss", "mxfp4"),
-        ("deepseek_v3", "fp8 by block"),
-        ("qwen3_moe", "compressed w4a16"),
-        ("qwen3", "awq"),
+        ("gpt_oss", "mxfp4", 0),
+        ("deepseek_v3", "fp8 by block", 0),
+        ("qwen3_moe", "compressed w4a16", 0),
+        ("qwen3", "awq", 21),
+        ("phi3", "gptq in order of activations", 12),
+        ("gemma3", "fp8 by block", 49),
     ],
 )
 def test_models_of_other_forms(
-    arch: str, kind: str, saved: Callable[[str], Path], tmp_path: Path
+    arch: str, kind: str, kept: int, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    check(*write(kind, saved(arch), tmp_path))
+    """Experts that files have one by one are dequantised, and with them all of their model."""
+    check(*write(kind, saved(arch), tmp_path), kept=kept)
 
 
 @pytest.mark.parametrize("kind", ["awq", "fp8 by block"])

@@ -33,6 +33,7 @@ INT8_PRODUCTS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
 _COPIED_BYTES = 64 * MIB
 _COPIES = 3
 _ONE_ENGINE = " --prefill 0 --decode 1"
+_META = "__metadata__"
 _EMBEDDINGS = ("embed", "wte.", "wpe.")
 """In the names of tensors of which a step reads a few rows."""
 
@@ -74,6 +75,8 @@ class ModelWeights:
     """In embeddings and vectors."""
     is_packed: bool = False
     """Whether the files hold numbers that are quantized already."""
+    kept_bytes: int = 0
+    """Of matrices, beside those above, that stay as they are stored in every precision."""
     is_sparse: bool = False
     """Whether a step reads a part of the matrices only: those of the experts that are chosen."""
 
@@ -88,7 +91,7 @@ class ModelWeights:
     def matrix_bytes(self, precision: Precision) -> int:
         """What each step reads, but where a model is sparse."""
         each = _QUANTIZED_BYTES.get(precision.quantize, DTYPE_BYTES[precision.dtype])
-        return int(self.matrices * each)
+        return int(self.matrices * each) + self.kept_bytes
 
 
 def read_weights(folder: Path) -> ModelWeights:
@@ -96,36 +99,58 @@ def read_weights(folder: Path) -> ModelWeights:
     report it by name."""
     config = read_json(folder / "config.json")
     text = config.get("text_config") or config
-    found: dict[str, int] = {}
+    found: dict[str, _Stored] = {}
     for file in folder.glob("*.safetensors"):
-        found |= _elements(file)
-    matrices = others = 0
-    for name, count in found.items():
-        if _is_embedding(name) or count < 0:
-            others += abs(count)
+        found |= _tensors(file)
+    packed = "quantization_config" in config
+    sparse = any(".experts." in name for name in found)
+    matrices = others = kept = 0
+    for name, tensor in found.items():
+        if _is_embedding(name) or not tensor.is_matrix:
+            others += tensor.count
+        elif packed and tensor.dtype in _CODES and not sparse:
+            kept += tensor.count * _CODES[tensor.dtype][0]
+        elif packed and tensor.dtype in _CODES:
+            # A mixture's weights are dequantised.
+            matrices += tensor.count * _CODES[tensor.dtype][1]
         else:
-            matrices += count
+            matrices += tensor.count
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     if tied and not any(name.endswith("lm_head.weight") for name in found):
         # The output layer is packed apart from the embedding that it shares its numbers with.
-        matrices += max((abs(n) for name, n in found.items() if _is_embedding(name)), default=0)
-    sparse = any(".experts." in name for name in found)
-    return ModelWeights(matrices, others, "quantization_config" in config, sparse)
+        sizes = (tensor.count for name, tensor in found.items() if _is_embedding(name))
+        matrices += max(sizes, default=0)
+    return ModelWeights(matrices, others, packed, kept, sparse)
 
 
 def _is_embedding(name: str) -> bool:
     return any(part in name for part in _EMBEDDINGS)
 
 
-def _elements(file: Path) -> dict[str, int]:
-    """The number of elements by tensor, negative for what is no matrix. A file's header is the
-    length of a JSON object, 8 bytes little-endian, and the object."""
+_CODES = {"I32": (4, 8), "U8": (1, 2), "I8": (1, 1), "F8_E4M3": (1, 1)}
+"""Of quantized tensors by type: the bytes of an element, and the most numbers in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor of a file, by its header."""
+
+    count: int
+    """Of its elements."""
+    is_matrix: bool
+    dtype: str
+    """As safetensors names it."""
+
+
+def _tensors(file: Path) -> dict[str, _Stored]:
+    """By name. A file's header is the length of a JSON object, 8 bytes little-endian, and the
+    object."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(min(length, file.stat().st_size))
     try:
-        shapes = {n: t["shape"] for n, t in json.loads(header).items() if n != "__metadata__"}
-        return {n: prod(shape) if len(shape) > 1 else -prod(shape) for n, shape in shapes.items()}
+        found = [(n, t["shape"], t["dtype"]) for n, t in json.loads(header).items() if n != _META]
+        return {n: _Stored(prod(shape), len(shape) > 1, dtype) for n, shape, dtype in found}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -189,13 +214,13 @@ def choose(
     options; only dtype auto leaves something open. threads: of a process. Raises InvalidArgument
     (`model`), with what would fit, when nothing does.
     """
-    able = [] if weights.is_packed else candidates(cpu)
+    able = [one for one in candidates(cpu) if one.quantize == "none" or not weights.is_packed]
     if dtype != "auto":
         allowed = [Precision(dtype, quantize)]
     elif quantize != "none":
         allowed = [Precision(dtype, quantize) for dtype in ("float32", "bfloat16")]
     else:
-        allowed = able or [FLOAT32]
+        allowed = able
 
     def left(precision: Precision, engines: int) -> int:
         return int(free * CPU_SHARE) // engines - weights.num_bytes(precision)
@@ -206,7 +231,7 @@ def choose(
         fitting = [
             f"{one.flags}{_ONE_ENGINE if fewer else ''} ({size(weights.num_bytes(one))})"
             for fewer in (False, True)
-            for one in ([*able, INT4] if able else ())
+            for one in (able if weights.is_packed else [*able, INT4])
             if left(one, 1 if fewer else engines) >= LEAST_KV_BYTES and (not fewer or engines > 1)
         ]
         would = f"what fits: {' or '.join(fitting[:2])}" if fitting else "nothing smaller fits"

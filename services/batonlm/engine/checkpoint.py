@@ -3,7 +3,8 @@
 Quantised checkpoints come as the hub has them: of the tools that quantise, each packs numbers,
 scales and offsets in tensors of its own names. `read_scheme` says from the configuration, before a
 weight is read, what a checkpoint's weights are, or refuses it by name. `Checkpoint.open` then gives
-every weight under the name that the network has, as if it had never been quantised.
+every weight under the name that the network has, as if it had never been quantised; `kept` asks
+for the numbers instead.
 
 All these formats say the same: a weight is (code - zero) * scale, where codes are small numbers,
 and zeros and scales are shared by groups of codes. What differs is how they lie in files, which is
@@ -14,12 +15,12 @@ repository, and OCP's Microscaling formats 1.0 for MXFP4.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -47,6 +48,32 @@ class Slice(Protocol):
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32,
+}  # fmt: skip
+
+
+class _Outline:
+    """A stored matrix on torch's meta device. Vectors, such as shapes and orders, are read."""
+
+    def __init__(self, stored: Slice):
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        return self._stored.get_shape()
+
+    def get_dtype(self) -> str:
+        return self._stored.get_dtype()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        shape, dtype = self.get_shape(), _DTYPES.get(self.get_dtype())
+        if len(shape) < 2 or dtype is None:
+            read: torch.Tensor = self._stored[index]
+            return read
+        return torch.empty(shape, dtype=dtype, device="meta")[index]
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How the weights of a checkpoint are quantised."""
@@ -69,7 +96,7 @@ class Scheme:
                 raise UnsupportedModel(f"{name} is stored without {error.args[0]}") from error
             if made is not None:
                 whole, shape, numbers = made
-                found[whole] = _Dequantised(whole, shape, numbers, dtype)
+                found[whole] = Quantised(whole, shape, numbers, dtype)
             elif not _is_part(name, stored):
                 if name.endswith(".weight") and part.get_dtype() not in _PLAIN:
                     raise _refused(self.method, f"has {name} of an unknown form")
@@ -87,12 +114,14 @@ class Checkpoint:
     """None where weights are not quantised."""
 
     @contextmanager
-    def open(self, dtype: torch.dtype) -> Iterator[dict[str, Slice]]:
+    def open(self, dtype: torch.dtype, *, shapes: bool = False) -> Iterator[dict[str, Slice]]:
         """The weights by name, to be read while this is open. Those that were quantised are of
-        dtype; others are as they are stored."""
+        dtype and `Quantised`; others are as they are stored. shapes: matrices have no numbers."""
         with ExitStack() as ends:
             opened = [ends.enter_context(safe_open(f, framework="pt")) for f in self.files]
             stored = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+            if shapes:
+                stored = {name: _Outline(part) for name, part in stored.items()}
             yield stored if self.scheme is None else self.scheme.find(stored, dtype)
 
 
@@ -230,11 +259,13 @@ class Numbers:
     """A weight as a checkpoint has it: (code - zero) * scale."""
 
     codes: torch.Tensor
-    """[..., outputs, inputs]: whole numbers, or float8_e4m3fn."""
+    """[..., outputs, inputs]: int8, uint8 or float8_e4m3fn."""
     scales: torch.Tensor
-    """float32 [..., outputs or 1, groups]."""
+    """[..., outputs or 1, groups], in the type that they are stored in."""
     zeros: torch.Tensor | None = None
-    """Whole numbers, shaped as scales; None: all are 0."""
+    """Of the type of codes, shaped as scales; None: all are 0."""
+    bits: int = 8
+    """Of a code."""
     group: int = 0
     """Inputs that share a scale and lie side by side, the last ones may be fewer; 0: all."""
     order: torch.Tensor | None = None
@@ -251,7 +282,7 @@ class Numbers:
         numbers = self.codes.float()
         if self.zeros is not None:
             numbers -= self._spread(self.zeros.float())
-        numbers *= self._spread(self.scales)
+        numbers *= self._spread(self.scales.float())
         return (numbers.t() if self.transposed else numbers).to(dtype)
 
     def _at(self, index: int) -> Numbers:
@@ -267,7 +298,15 @@ class Numbers:
         return by_group.repeat_interleave(self.group, 1)[:, : self.codes.shape[-1]]
 
 
-class _Dequantised:
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+_T = TypeVar("_T", bound=_Shaped)
+
+
+class Quantised:
     """A slice of a weight that is dequantised when it is read."""
 
     def __init__(
@@ -283,13 +322,20 @@ class _Dequantised:
         return _NAMES[self._dtype]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.read(lambda numbers: numbers.dense(self._dtype))[index]
+
+    def read(self, make: Callable[[Numbers], _T]) -> _T:
+        """What `make` makes of the weight's numbers, with its shape. Raises UnsupportedModel for
+        parts that do not belong together, and what `make` raises."""
         try:
-            whole = self._numbers().dense(self._dtype)
+            numbers = self._numbers()
+            whole = make(numbers)
         except (KeyError, RuntimeError, IndexError) as error:
             raise UnsupportedModel(f"{self._name}: its quantised parts do not fit") from error
-        if list(whole.shape) != self._shape:
+        zeros = numbers.scales if numbers.zeros is None else numbers.zeros
+        if list(whole.shape) != self._shape or zeros.shape != numbers.scales.shape:
             raise UnsupportedModel(f"{self._name}: its quantised parts do not fit")
-        return whole[index]
+        return whole
 
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -348,7 +394,7 @@ def _made_of(scheme: Scheme, name: str, stored: Mapping[str, Slice]) -> _Made | 
 
 def _read_scaled(scheme: Scheme, name: str, scale: Slice, stored: Mapping[str, Slice]) -> Numbers:
     """A tensor of int8 or fp8 with a scale for all, for each output, or for each block."""
-    codes, scales = stored[name][...], scale[...].float()
+    codes, scales = stored[name][...], scale[...]
     zero = stored.get(f"{name}_zero_point")
     zeros = None if zero is None else zero[...]
     outputs, inputs = codes.shape[-2:]
@@ -362,10 +408,10 @@ def _read_scaled(scheme: Scheme, name: str, scale: Slice, stored: Mapping[str, S
     if scales.shape[-1] == 1 and scales.shape[-2] in (1, outputs):
         return Numbers(codes, scales, zeros)
     if scheme.block is None:
-        return Numbers(codes, scales, zeros, _even(name, inputs, scales.shape[-1]))
+        return Numbers(codes, scales, zeros, group=_even(name, inputs, scales.shape[-1]))
     rows, columns = scheme.block
     scales = scales.repeat_interleave(rows, -2)[..., :outputs, :]
-    return Numbers(codes, scales, zeros, columns)
+    return Numbers(codes, scales, zeros, group=columns)
 
 
 def _even(name: str, inputs: int, groups: int) -> int:
@@ -381,16 +427,17 @@ def _read_packed(module: str, size: list[int], stored: Mapping[str, Slice]) -> N
     outputs, inputs = size
     packed = stored[f"{module}.weight_packed"][...]
     bits = 4 if packed.shape[1] == -(-inputs // 8) else 8
-    scales = stored[f"{module}.weight_scale"][...].float().view(outputs, -1)
-    found = stored.get(f"{module}.weight_zero_point")
+    codes = _unpack(packed, bits)[:, :inputs]
+    scales = stored[f"{module}.weight_scale"][...].view(outputs, -1)
+    found, zeros = stored.get(f"{module}.weight_zero_point"), None
     if found is None:
-        zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+        codes = (codes - (1 << (bits - 1))).view(torch.int8)
     else:
         zeros = _unpack(found[...].t(), bits).t()[:outputs]
     own, groups = stored.get(f"{module}.weight_g_idx"), scales.shape[1]
     order = None if own is None or groups == 1 else own[...].long()
     group = _even(module, inputs, groups) if order is None else 0
-    return Numbers(_unpack(packed, bits)[:, :inputs], scales, zeros, group, order)
+    return Numbers(codes, scales, zeros, bits, group, order)
 
 
 def _gptq_inputs(module: str, stored: Mapping[str, Slice]) -> int:
@@ -408,7 +455,7 @@ def _read_gptq(scheme: Scheme, module: str, stored: Mapping[str, Slice]) -> Numb
     if scheme.zero_offset:
         # A zero of 0 is stored as one less, and wraps.
         zeros = ((zeros.int() + scheme.zero_offset) & ((1 << bits) - 1)).to(torch.uint8)
-    scales = stored[f"{module}.scales"][...].float().t()
+    scales = stored[f"{module}.scales"][...].t()
     found = stored.get(f"{module}.g_idx")
     order = None if found is None else found[...].long()
     groups = scales.shape[1]
@@ -417,7 +464,7 @@ def _read_gptq(scheme: Scheme, module: str, stored: Mapping[str, Slice]) -> Numb
         group = _even(module, inputs, groups)
     elif torch.equal(order, torch.arange(inputs) // group):
         order = None
-    return Numbers(_unpack(packed.t(), bits), scales, zeros, group, order)
+    return Numbers(_unpack(packed.t(), bits), scales, zeros, bits, group, order)
 
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -431,10 +478,10 @@ def _read_awq(_scheme: Scheme, module: str, stored: Mapping[str, Slice]) -> Numb
         codes = _unpack(stored[f"{module}.{name}"][...], 4)
         return codes.view(len(codes), -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1).t()
 
-    scales = stored[f"{module}.scales"][...].float().t()
+    scales = stored[f"{module}.scales"][...].t()
     codes = unpacked("qweight")
     group = _even(module, codes.shape[1], scales.shape[1])
-    return Numbers(codes, scales, unpacked("qzeros"), group)
+    return Numbers(codes, scales, unpacked("qzeros"), 4, group)
 
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -455,7 +502,7 @@ def _read_mxfp4(whole: str, stored: Mapping[str, Slice]) -> Numbers:
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [rows, words] -> uint8 [rows, codes], the first code in a word's lowest bits."""
-    codes = torch.empty(*words.shape, 32 // bits, dtype=torch.uint8)
+    codes = words.new_empty(*words.shape, 32 // bits, dtype=torch.uint8)
     for index in range(32 // bits):
         codes[..., index] = (words >> (bits * index)) & ((1 << bits) - 1)
     return codes.flatten(1)

@@ -21,6 +21,7 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.kept import KeptLinear
 from batonlm.engine.lean import Conv1D
 from batonlm.engine.linear import are_known_experts
 from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
@@ -36,10 +37,13 @@ from batonlm.engine.memory import (
 
 
 def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:
-    """Parameters and buffers, tied ones once, except that packing on a CPU unties linear layers."""
+    """Parameters and buffers, tied ones once, except that packing on a CPU unties linear layers;
+    and weights that are kept as they are stored."""
     total = 0
     seen: set[tuple[int, bool]] = set()
     for module in network.modules():
+        if isinstance(module, KeptLinear):
+            total += module.kept.num_bytes
         for name, tensor in (
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
@@ -116,7 +120,7 @@ def _widest(network: nn.Module, text: object) -> int:
     head = set(network.get_output_embeddings().modules())  # type: ignore[operator]
     widths = [0]
     for module in network.modules():
-        if isinstance(module, nn.Linear) and module not in head:
+        if isinstance(module, (nn.Linear, KeptLinear)) and module not in head:
             widths.append(module.out_features)
         elif isinstance(module, Conv1D):
             widths.append(int(module.nf))

@@ -20,12 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from batonlm.engine.exact import BASE, MOST, NotExact, Product, in_tiles, prove, random_rows, tiled
+from batonlm.engine.kept import KeptLinear, KeptWeight
 from batonlm.engine.latent import LatentProjection
 from batonlm.engine.lean import Conv1D
 from batonlm.engine.quantized import (
@@ -33,6 +34,7 @@ from batonlm.engine.quantized import (
     bind_int4,
     bind_int8,
     bind_int8_weights,
+    bind_rounding8,
     fewest_rows,
     fits,
 )
@@ -49,8 +51,9 @@ class Form:
     """A way in which a matrix can lie in memory to be multiplied with."""
 
     name: str
-    bind: Callable[[torch.Tensor, torch.Tensor | None], Product]
-    """(weight [outputs, inputs], bias or None) -> the product, which may copy the weight."""
+    bind: Callable[[Any, torch.Tensor | None], Product]
+    """(weight [outputs, inputs], bias or None) -> the product, which may copy the weight. The
+    weight is a tensor or, of forms that say so, a `KeptWeight`."""
     fits: Callable[[torch.dtype, torch.device], bool]
     """Whether tensors of this dtype on this device can be bound."""
 
@@ -116,6 +119,16 @@ INT8_WEIGHTS = Form("int8-weights", bind_int8_weights, lambda dtype, device: dev
 INT4 = Form("int4", bind_int4, lambda dtype, device: device.type == "cpu")
 
 FP8 = Form("fp8", bind_fp8, lambda dtype, device: True)
+
+KEPT = Form("as stored", lambda kept, bias: kept.bind(bias), lambda dtype, device: True)
+"""A `KeptWeight`, by torch's product of its codes or tile by tile."""
+
+KEPT_INT8 = Form(
+    "int8 as stored",
+    lambda kept, bias: kept.bind_rounding(bind_rounding8, bias),
+    lambda dtype, device: device.type == "cpu",
+)
+"""The same of 8 bits, with activations in 8 bits, too."""
 
 QUANTIZED = {form.name: form for form in (INT8, INT8_WEIGHTS, INT4, FP8)}
 """By what `quantized.settle` returns."""
@@ -190,16 +203,22 @@ class Chooser:
     _known: dict[tuple[object, ...], Choice] = field(default_factory=dict)
     _bound: Counter[str] = field(default_factory=Counter)
 
-    def bind(self, weight: torch.Tensor, bias: torch.Tensor | None, *, most: int = MOST) -> Bound:
+    def bind(
+        self, weight: torch.Tensor | KeptWeight, bias: torch.Tensor | None, *, most: int = MOST
+    ) -> Bound:
         """weight: [outputs, inputs]. most: rows that are computed at once, in exact mode.
 
         Raises NotExact in exact mode when this shape's rows depend on their neighbours.
         """
-        key = (*weight.shape, weight.dtype, bias is None, most)
+        kept = weight.form if isinstance(weight, KeptWeight) else ""
+        key = (*weight.shape, weight.dtype, bias is None, most, kept)
         outputs, inputs = weight.shape
         if key not in self._known:
             began = self.clock()
-            self._known[key] = self._choose(weight.detach(), bias, most)
+            if isinstance(weight, KeptWeight):
+                self._known[key] = self._choose_kept(weight, most)
+            else:
+                self._known[key] = self._choose(weight.detach(), bias, most)
             log.debug(
                 "weights %d x %d: %s, in %.0f ms",
                 outputs,
@@ -208,7 +227,7 @@ class Chooser:
                 1000 * (self.clock() - began),
             )
         choice = self._known[key]
-        self._bound[choice.form.name] += 1
+        self._bound[kept or choice.form.name] += 1
         return Bound(choice.form.bind(weight, bias), inputs, outputs, choice)
 
     def summary(self) -> str:
@@ -234,6 +253,16 @@ class Chooser:
         else:
             return Choice(PLAIN if self.max_batch <= _FEW_ROWS else forms[0])
         return self._fastest(choices, weight, bias)
+
+    def _choose_kept(self, weight: KeptWeight, most: int) -> Choice:
+        """The only form of such a weight: by its product of 8 bits where it is to round rows."""
+        if self.quantize == "int8" and weight.is_by_output:
+            return Choice(KEPT_INT8, fewest=fewest_rows(bind_int8, weight.dense(), None))
+        if not self.exact:
+            return Choice(KEPT)
+        rows = random_rows(weight.inputs, weight.dtype, torch.device("cpu"), most)
+        proven = weight if weight.has_own_product else weight.sample()
+        return _proven([KEPT], proven, None, rows)[0]
 
     def _fastest(
         self, choices: list[Choice], weight: torch.Tensor, bias: torch.Tensor | None
@@ -282,7 +311,7 @@ def _exact(
 
 def _proven(
     forms: list[Form],
-    weight: torch.Tensor,
+    weight: torch.Tensor | KeptWeight,
     bias: torch.Tensor | None,
     rows: torch.Tensor,
     *,
@@ -422,11 +451,16 @@ class PackedLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, chooser: Chooser, *, most: int = MOST
+        self,
+        weight: torch.Tensor | KeptWeight,
+        bias: torch.Tensor | None,
+        chooser: Chooser,
+        *,
+        most: int = MOST,
     ):
         """weight: [outputs, inputs]. most: rows computed at once in exact mode. Raises NotExact."""
         super().__init__()
-        self.weight = weight.detach().to("meta")
+        self.weight = torch.empty(tuple(weight.shape), dtype=weight.dtype, device="meta")
         self.bias = bias
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         self._product = chooser.bind(weight, bias, most=most)
@@ -481,6 +515,9 @@ def swap(
                 # Logits are computed for the rows that are sampled only, so never for many.
                 most = logits_rows if child is head else MOST
                 packed: nn.Module = PackedLinear(child.weight, child.bias, chooser, most=most)
+            elif type(child) is KeptLinear:
+                most = logits_rows if child is head else MOST
+                packed = PackedLinear(child.kept, child.bias, chooser, most=most)
             elif type(child) is Conv1D:
                 packed = PackedLinear(child.weight.t(), child.bias, chooser)
             elif on_cpu and are_known_experts(child):

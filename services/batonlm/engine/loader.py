@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +23,24 @@ from torch import nn
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.request.model import KV_DTYPES, SCALED, KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
-from batonlm.engine.checkpoint import Checkpoint, Scheme, UnsupportedModel, check_files, read_scheme
+from batonlm.engine.checkpoint import (
+    Checkpoint,
+    Quantised,
+    Scheme,
+    Slice,
+    UnsupportedModel,
+    check_files,
+    read_scheme,
+)
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.digest import fetched_digest, model_digest
 from batonlm.engine.fused.decoder import Decoder
+from batonlm.engine.kept import KeptLinear, KeptWeight, NotKept
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
+from batonlm.engine.memory import size
 from batonlm.engine.quantized import settle
 
 log = logging.getLogger(__name__)
@@ -167,10 +178,13 @@ def load(
             "folder and fetch the model again"
         )
     network = None
-    if build is None and device.type == "cuda":
-        network = read_onto(device, model_class, checkpoint, settings, dtype, bar)
+    keep = _keeps(scheme, device, quantize)
+    if build is None and (device.type == "cuda" or keep):
+        network = read_onto(device, model_class, checkpoint, settings, dtype, bar, keep=keep)
     if network is None:
         network = (build or _network)(model_class, checkpoint, settings, dtype, bar)
+    if scheme is not None:
+        log.info("checkpoint quantised by %s: %s", scheme.method, _said(network))
     return LoadedModel(
         network=network.to(device),
         description=_description(
@@ -190,11 +204,14 @@ Cutting = Callable[[nn.Module, Any], None]
 def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     """The wired model without weights: shapes on torch's meta device, and an empty digest.
 
-    Needs config.json alone, also of a hub id. cut: what makes it a rank's part. Raises
-    UnsupportedModel like `load`, and what `cut` raises.
+    Needs config.json alone, also of a hub id; then weights that would stay quantised count as if
+    they were not, because only the headers of weight files tell them. cut: what makes it a rank's
+    part. Raises UnsupportedModel like `load`, and what `cut` raises.
     """
-    settings, _ = _settings(_folder(config.model, ["config.json"]))
-    check_class(_model_class(settings), settings)
+    folder = _folder(config.model, ["config.json"])
+    settings, scheme = _settings(folder)
+    model_class = _model_class(settings)
+    check_class(model_class, settings)
     device = choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
@@ -206,6 +223,11 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         )
         if cut is not None:
             cut(network, settings)
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    if cut is None and files and _keeps(scheme, device, quantize):
+        with Checkpoint(folder, files, scheme).open(dtype, shapes=True) as stored:
+            if _readable(model_class, network, stored):
+                _keep(network, stored, dtype)
     wire(network)
     if network._can_set_experts_implementation():
         # The only form whose shapes do not depend on which experts the tokens choose.
@@ -344,38 +366,91 @@ def read_onto(
     settings: Any,
     dtype: torch.dtype,
     bar: Bar,
+    *,
+    keep: bool = False,
 ) -> nn.Module | None:
     """The network in a device's memory, read weight by weight: the host never holds all of it.
 
-    None where only transformers can read it: where files name or shape weights otherwise, where
-    some weights keep a type of their own, or buffers are not all made from the configuration.
+    keep: linear layers whose weights are quantised become `KeptLinear`, where that can be. None
+    where only transformers can read it: where files name or shape weights otherwise, where some
+    weights keep a type of their own, or buffers are not all made from the configuration.
     """
-    if any(getattr(model_class, name, None) for name in _KEPT_WIDE):
-        return None
     with torch.device("meta"):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation="eager"
         )
     with checkpoint.open(dtype) as stored:
+        if not _readable(model_class, network, stored):
+            return None
+        if keep:
+            _keep(network, stored, dtype, bar)
         network.to_empty(device=device)
         network.tie_weights()
         if compute_buffers(network) is not None:
             return None
-        wanted = network.state_dict(keep_vars=True)
-        tied = {id(weight) for name, weight in wanted.items() if name in stored}
-        if any(name not in stored and id(weight) not in tied for name, weight in wanted.items()):
-            return None
-        for name, weight in wanted.items():
+        for name, weight in network.state_dict(keep_vars=True).items():
             if name not in stored:
                 continue
-            if stored[name].get_shape() != list(weight.shape):
-                return None
             weight.copy_(stored[name][...])
             bar.advance(weight.nbytes)
     bar.advance(bar.total)
     add_generation(network, checkpoint.folder)
     eval_mode: nn.Module = network.eval().requires_grad_(False)
     return eval_mode
+
+
+def _readable(model_class: Any, network: Any, stored: Mapping[str, Slice]) -> bool:
+    """Whether files have all weights of a network by its own names and shapes."""
+    if any(getattr(model_class, name, None) for name in _KEPT_WIDE):
+        return False
+    network.tie_weights()
+    wanted = network.state_dict(keep_vars=True)
+    tied = {id(weight) for name, weight in wanted.items() if name in stored}
+    return all(
+        stored[name].get_shape() == list(weight.shape) if name in stored else id(weight) in tied
+        for name, weight in wanted.items()
+    )
+
+
+def _keeps(scheme: Scheme | None, device: torch.device, quantize: str) -> bool:
+    """Whether weights of a quantised checkpoint stay as they are where they can: on CPUs, unless
+    they are to be rounded to other numbers. int8 takes codes of 8 bits as they are."""
+    return scheme is not None and device.type == "cpu" and quantize in ("none", "int8")
+
+
+def _keep(
+    network: nn.Module, stored: Mapping[str, Slice], dtype: torch.dtype, bar: Bar | None = None
+) -> None:
+    """Has linear layers keep quantised weights; others are left as they are, to be dequantised."""
+    because: Counter[str] = Counter()
+    for prefix, parent in list(network.named_modules()):
+        for name, child in list(parent.named_children()):
+            part = stored.get(f"{prefix}.{name}.weight".lstrip("."))
+            if not isinstance(part, Quantised):
+                continue
+            if type(child) is not nn.Linear or hasattr(parent, "expand_kv"):
+                because["only plain linear layers are kept"] += 1
+                continue
+            try:
+                kept = part.read(lambda numbers: KeptWeight.of(numbers, dtype))
+            except NotKept as error:
+                because[str(error)] += 1
+                continue
+            setattr(parent, name, KeptLinear(kept, child.bias))
+            if bar is not None:
+                bar.advance(kept.num_bytes)
+    for reason, count in because.items():
+        log.info("%d quantised weights are dequantised: %s", count, reason)
+
+
+def _said(network: nn.Module) -> str:
+    """What has become of quantised weights, for one line at load."""
+    kept = [module.kept for module in network.modules() if isinstance(module, KeptLinear)]
+    if not kept:
+        return "dequantised while it is read"
+    kinds = Counter(each.kind for each in kept)
+    names = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    return f"{size(sum(each.num_bytes for each in kept))} of linear layers as stored ({names})"
 
 
 def compute_buffers(network: nn.Module) -> str | None:

@@ -24,6 +24,10 @@ Bind = Callable[[torch.Tensor, torch.Tensor | None], Product]
 """As a Form's."""
 
 _FP8_CAPABILITY = (8, 9)
+_INT4_GROUPS = (32, 64, 128, 256)
+"""Sizes of groups that the product takes."""
+_INT4_OUTPUTS = 16
+"""It takes multiples of so many."""
 
 
 def settle(quantize: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -87,9 +91,16 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def bind_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     # Packing takes the integers as they lie, whatever their strides say.
     integers, scales = quantize_rows(weight.detach().float().contiguous())
+    return bind_rounding8(integers, scales[:, 0].contiguous(), bias)
+
+
+def bind_rounding8(
+    integers: torch.Tensor, by_output: torch.Tensor, bias: torch.Tensor | None = None
+) -> Product:
+    """The product that rounds rows, with weights int8 [outputs, inputs] and their scales float32
+    [outputs]."""
     packed = torch.ops.onednn.qlinear_prepack(integers, None)
-    outputs, inputs = weight.shape
-    by_output = scales[:, 0].contiguous()
+    outputs, inputs = integers.shape
     no_offset = torch.zeros(outputs, dtype=torch.int32)
     multiply = torch.ops.onednn.qlinear_pointwise.default
 
@@ -154,9 +165,13 @@ def _check_sums(
 def bind_int8_weights(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """The product with weights rounded as for `bind_int8`."""
     integers, scales = quantize_rows(weight.detach().float())
-    held, by_output = integers.contiguous(), scales[:, 0].bfloat16()
-    multiply = torch.ops.aten._weight_int8pack_mm.default
-    return _in_bfloat16(lambda rows: multiply(rows, held, by_output), weight, bias)
+    return _in_bfloat16(bind_codes8(integers.contiguous(), scales[:, 0]), weight, bias)
+
+
+def bind_codes8(codes: torch.Tensor, scales: torch.Tensor) -> Product:
+    """The product of bfloat16 [n, inputs] with codes int8 [outputs, inputs] of scales [outputs]."""
+    multiply, by_output = torch.ops.aten._weight_int8pack_mm.default, scales.bfloat16()
+    return lambda rows: multiply(rows, codes, by_output)
 
 
 def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,10 +191,28 @@ def quantize_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def bind_int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """The product with weights of `quantize_groups`."""
     codes, by_group = quantize_groups(weight.detach())
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    first = by_group.transpose(0, 1).contiguous()
+    product = _packed4(codes.int(), by_group.transpose(0, 1).contiguous(), INT4_GROUP)
+    return _in_bfloat16(product, weight, bias)
+
+
+def takes_codes4(outputs: int, group: int) -> bool:
+    """Whether there is a product of codes of 4 bits in such groups of inputs."""
+    return outputs % _INT4_OUTPUTS == 0 and group in _INT4_GROUPS
+
+
+def bind_codes4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Product:
+    """The product of bfloat16 [n, inputs] with int32 codes [outputs, inputs] of 0 to 15, whose
+    scales and zeros are [groups, outputs]."""
+    wide = scales.float()
+    by_group = torch.stack((wide, (8 - zeros.float()) * wide), -1).bfloat16()
+    return _packed4(codes, by_group, codes.shape[1] // len(scales))
+
+
+def _packed4(codes: torch.Tensor, by_group: torch.Tensor, group: int) -> Product:
+    """by_group: scales and offsets, bfloat16 [groups, outputs, 2]."""
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return _in_bfloat16(lambda rows: multiply(rows, packed, INT4_GROUP, first), weight, bias)
+    return lambda rows: multiply(rows, packed, group, by_group)
 
 
 def _in_bfloat16(

@@ -28,6 +28,7 @@ from batonlm.engine.footprint import allocate, free_bytes, largest_step, size_po
 from batonlm.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
 from batonlm.engine.fused.recipe import NotCovered, read_recipe
 from batonlm.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
+from batonlm.engine.kept import rounds
 from batonlm.engine.kv.cache import DTYPES, KvMemory, is_lossless
 from batonlm.engine.kv.extents import Moved, check_plan
 from batonlm.engine.kv.staging import DeviceStaging
@@ -246,8 +247,8 @@ class TorchRunner:
 
         loaded: its network takes the place of a fused decoder that does not give its logits.
 
-        What cannot be made exact stays as it is: right, but not bit-equal. Weights that are to be
-        quantized are checked before, because after it logits are the model's no more.
+        What cannot be made exact stays as it is: right, but not bit-equal. Weights that packing
+        rounds are checked before, because after it logits are the model's no more.
         """
         blocks = checked_blocks(self.model.max_model_len, self.block_size)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
@@ -270,7 +271,8 @@ class TorchRunner:
                 take_layers(own)
             else:
                 self._network = own
-        if quantize != "none":
+        changes = quantize != "none" or rounds(self._network)
+        if changes:
             check.parity()
         if config.exact:
             because = self._unless_exact(
@@ -290,7 +292,7 @@ class TorchRunner:
             if packs:
                 self._pack_weights(quantize, max_batch, exact=False)
                 self._row_counts = self._peers.common(self._row_counts)
-        if quantize == "none" and not checked:
+        if not changes and not checked:
             check.parity()
         if config.graphs and on_gpu:
             self._record(max_batch, expected[0].numel())

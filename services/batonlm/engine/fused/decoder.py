@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from batonlm.engine.attention.interface import AttentionContext, ForwardPass, LayerArguments
-from batonlm.engine.fused.recipe import Mixture, Recipe
+from batonlm.engine.fused.recipe import MERGED_ATTENTION, MERGED_MLP, Mixture, Recipe
+from batonlm.engine.kept import KeptLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class GatedMlp(nn.Module):
     def __init__(self, own: Any, operators: Operators):
         """own: transformers' module, whose weights it shares."""
         super().__init__()
-        self.gate_up = _merged(own, ("gate_proj", "up_proj"), "gate_up_proj")
+        self.gate_up = _merged(own, MERGED_MLP, "gate_up_proj")
         self.down = own.down_proj
         self._operators = operators
 
@@ -194,7 +195,7 @@ class Layer(nn.Module):
     def __init__(self, own: Any, recipe: Recipe, index: int, operators: Operators):
         super().__init__()
         attention = own.self_attn
-        self.merged = _merged(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
+        self.merged = _merged(attention, MERGED_ATTENTION, "qkv_proj")
         self.output = attention.o_proj
         self.mlp: nn.Module
         if hasattr(own.mlp, "experts"):
@@ -282,13 +283,18 @@ def take_layers(network: Any) -> None:
 
 
 @torch.no_grad()
-def _merged(own: nn.Module, names: Sequence[str], merged_name: str) -> nn.Linear:
+def _merged(own: nn.Module, names: Sequence[str], merged_name: str) -> nn.Linear | KeptLinear:
     """One linear layer for several with the same inputs: their outputs one behind the other."""
+    merged: nn.Linear
     found = getattr(own, merged_name, None)
     if found is not None:
-        merged: nn.Linear = found
+        merged = found
         return merged
-    parts: list[nn.Linear] = [own.get_submodule(name) for name in names]  # type: ignore[misc]
+    modules = [own.get_submodule(name) for name in names]
+    kept = [module for module in modules if isinstance(module, KeptLinear)]
+    if kept:
+        return KeptLinear.joined(kept)
+    parts: list[nn.Linear] = modules  # type: ignore[assignment]
     sizes = [part.out_features for part in parts]
     merged = nn.Linear(
         parts[0].in_features,

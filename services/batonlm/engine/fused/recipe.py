@@ -17,8 +17,13 @@ from typing import Any
 from torch import nn
 
 from batonlm.engine.attention.interface import LayerArguments
+from batonlm.engine.kept import KeptLinear
 from batonlm.engine.linear import are_known_experts
 
+MERGED_ATTENTION = ("q_proj", "k_proj", "v_proj")
+MERGED_MLP = ("gate_proj", "up_proj")
+"""Linear layers that the decoder makes one of."""
+_LINEAR = nn.Linear, KeptLinear
 _SILU = {"silu", "swish"}
 _FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
 
@@ -122,8 +127,11 @@ def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Reci
             if not (_ATTENTION.fullmatch(name) or dense or experts):
                 raise NotCovered(f"a layer has a weight {name} that the recipe does not use")
         for name in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
-            if type(getattr(layer.self_attn, name, None)) not in (nn.Linear, type(None)):
+            if type(getattr(layer.self_attn, name, None)) not in (*_LINEAR, type(None)):
                 raise NotCovered(f"its {name} is no plain linear layer")
+        for module, names in ((layer.self_attn, MERGED_ATTENTION), (layer.mlp, MERGED_MLP)):
+            if not _join([getattr(module, name, None) for name in names]):
+                raise NotCovered(f"weights of {', '.join(names)} are quantised differently")
         if hasattr(layer.mlp, "experts") and not _are_of(family, layer.mlp.experts):
             raise NotCovered("its experts are of an unknown form")
     own = [layer.self_attn for layer in layers]
@@ -136,6 +144,12 @@ def read_recipe(network: nn.Module, attention: Sequence[LayerArguments]) -> Reci
         attention=tuple(attention),
         mixture=_mixture(family, config) if family.experts else None,
     )
+
+
+def _join(parts: Sequence[Any]) -> bool:
+    """Whether these linear layers, where a layer has them, can be one."""
+    kept = [part.kept for part in parts if isinstance(part, KeptLinear)]
+    return not kept or (len(kept) == len(parts) and all(kept[0].joins(each) for each in kept))
 
 
 def _are_of(family: Family, experts: Any) -> bool:
