@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.k8s, pytest.mark.timeout(1200)]
 
 WITHIN_S = 300.0
 POLL_S = 2.0
-RUNNING = 4
+RUNNING = 6
 """Sequences of a decode worker: few, so that sequences and not the CPU are what binds."""
 QUIET_ASKS = 24
 """So many requests in a row without a refusal: those that are refused are over."""
@@ -59,8 +59,7 @@ def scaled(release: Release) -> Iterator[Release]:
         }
     )
     yield release
-    off = {f"{pool}.autoscaling.enabled": "false" for pool in ("prefill", "decode")}
-    release.upgrade(off | {"planner.enabled": "false"})
+    # What is not given any more is as the preset has it.
     release.values = before
     release.upgrade({})
 
@@ -96,6 +95,48 @@ async def test_prompts_that_wait_for_prefill_bring_prefill(
         await load.more(8)
     load.tally.check(at_least=8)
     assert await _replicas(scaled) == others
+
+
+async def test_the_planner_scales_by_itself(scaled: Release, reference: Reference) -> None:
+    """It says why, a new one goes on where the last one ended, and none starts beside an HPA."""
+    off = {f"{pool}.autoscaling.enabled": "false" for pool in ("prefill", "decode")}
+    await asyncio.to_thread(
+        scaled.upgrade,
+        off
+        | {
+            "planner.externalMetrics": "false",
+            "planner.scale.decode.enabled": "true",
+            "planner.scale.decode.maxReplicas": "2",
+            "planner.coolDownSeconds": "10",
+            "decode.config.max_running": str(RUNNING),
+        },
+    )
+    others = await _replicas(scaled)
+    async with _asking(scaled, clients=2 * RUNNING - 1, prompt=8, output=400) as asked:
+        await _until(scaled, "decode", 2, asked)
+        (planner,) = scaled.pod_names("planner")
+        scaled.cluster.kubectl("delete", "pod", planner, "--wait=true")
+        await asyncio.to_thread(scaled.rolled_out, "planner")
+        await _quiet(asked)
+        assert await _replicas(scaled) == {**others, "decode": 2}
+    why = scaled.cluster.get("events", "--field-selector", "reason=Scaled")["items"]
+    assert "from 1 to 2: routers ask for" in why[0]["message"], why
+    async with loaded(scaled, reference) as load:
+        await _until(scaled, "decode", 1, None)
+        await load.more(8)
+    load.tally.check(at_least=8)
+    scaled.cluster.kubectl(
+        "autoscale", f"deployment/{scaled.object('decode')}", "--max=2", "--cpu-percent=80"
+    )
+    try:
+        (planner,) = scaled.pod_names("planner")
+        told = scaled.cluster.kubectl(
+            "exec", planner, "--", "sh", "-c", "timeout 60 baton-planner 2>&1; echo ended with $?"
+        )
+    finally:
+        scaled.cluster.kubectl("delete", "hpa", scaled.object("decode"))
+    assert "decode is scaled by the autoscaler baton-decode already" in told
+    assert "ended with 3" in told
 
 
 @dataclass

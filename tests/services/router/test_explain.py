@@ -256,7 +256,7 @@ async def test_an_operator_sees_all_of_every_tenants(world: World, tmp_path: Pat
     assert attempt.prefill is not None
     assert attempt.prefill.address == world.prefills[0].identity.address
     assert all(each.cost and each.worker.address for each in attempt.candidates)
-    assert len(attempt.candidates) == 3 and "local_prefill_tokens" in attempt.why
+    assert len(attempt.candidates) == 3 and "--prefer-split" in attempt.why
     assert len(replay.json()["prompt_token_ids"]) == told.prompt_tokens
     addresses = {worker["address"] for worker in timed.json()["baton"][0]["workers"]}
     assert world.prefills[0].identity.address in addresses
