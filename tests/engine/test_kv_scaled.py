@@ -221,12 +221,12 @@ def test_the_check_at_load_expects_what_codes_stand_for(kept: str) -> None:
     defined = partial(attention, query, scale=0.25, window=3, softcap=4.0, sinks=sinks)
 
     def run(text: list[int], context: AttentionContext) -> torch.Tensor:
-        return context(arguments, query, key, value)[-1].flatten()
+        return context(arguments, query, key, value).flatten(1)
 
-    own = defined(key, value)[-1].flatten().float()
+    own = defined(key, value).flatten(1).float()
     (got,), rounding = selfcheck.with_scaled_kv(run, [[1]], [own], DTYPES[kept])
     narrow = [there_and_back(part, kept) for part in (key, value)]
-    wanted = defined(*narrow)[-1].flatten().float()
+    wanted = defined(*narrow).flatten(1).float()
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert float((got - own).abs().max()) == rounding > 1e-4
     with pytest.raises(UnsupportedModel, match="whole prompts"):

@@ -182,7 +182,7 @@ LATENT: dict[str, Callable[[], Any]] = {
 }
 """More architectures with multi-head latent attention."""
 
-REFUSED: dict[str, Callable[[], Any]] = {
+OWN: dict[str, Callable[[], Any]] = {
     "falcon": lambda: _config(
         "FalconConfig", vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4
     ),
@@ -196,6 +196,31 @@ REFUSED: dict[str, Callable[[], Any]] = {
         attention_chunk_size=32,
     ),
     "stablelm": lambda: _config("StableLmConfig", **_BASE),
+    "gemma4": lambda: _config(
+        "Gemma4TextConfig",
+        **_BASE,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=VOCAB,
+        tie_word_embeddings=False,
+    ),
+}
+"""Architectures that are served by their own attention."""
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "moshi": lambda: _config(
+        "MoshiConfig",
+        **_BASE,
+        ffn_dim=256,
+        sliding_window=24,
+        num_codebooks=2,
+        audio_vocab_size=VOCAB,
+        audio_encoder_config={"model_type": "mimi"},
+    ),
     "qwen3_next": lambda: _config(
         "Qwen3NextConfig",
         **_BASE,
@@ -218,7 +243,7 @@ def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = {**ARCHS, **LATENT, **REFUSED}[arch]()
+    config = {**ARCHS, **LATENT, **OWN, **REFUSED}[arch]()
     for name, value in changes.items():
         setattr(config, name, value)
     classes: Any = transformers.AutoModelForCausalLM

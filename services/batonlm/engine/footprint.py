@@ -22,9 +22,10 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.kept import KeptLinear
+from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.lean import Conv1D
 from batonlm.engine.linear import are_known_experts
-from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, outline, probe_attention
+from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, attach, outline
 from batonlm.engine.memory import (
     LAYER_COPIES,
     LOGIT_COPIES,
@@ -81,8 +82,15 @@ def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: Attention
     text = network.config.get_text_config()  # type: ignore[union-attr,operator]
     query_heads = layout.num_kv_heads * shape.per_head
     attention = (query_heads + 2 * layout.num_kv_heads) * max(layout.key_size, shape.value_size)
+    if shape.own is not None:
+        # A position's key is that of all layers; one is computed at a time.
+        attention = 3 * layout.key_size // len(shape.own.kinds)
     width = int(text.hidden_size) + _widest(network, text) + attention
     tokens = config.max_step_tokens * width * LAYER_COPIES * element
+    if shape.own is not None:
+        # Of a chunk's positions with the whole sequence's: a mask, or scores and their softmax.
+        copies = 1 if network._supports_sdpa else 2 * shape.per_head
+        tokens += copies * config.max_step_tokens * loaded.description.max_model_len * element
     vocab = loaded.description.vocab_size
     sampled = config.max_batch * vocab * (element + 4 * LOGIT_COPIES)
     scored = min(SCORED_POSITIONS, config.max_step_tokens) * vocab * element
@@ -155,7 +163,7 @@ def foresee(
     does not fit or does not split.
     """
     model = outline(config, cut)
-    shape = probe_attention(model, config.kv_wire_dtype, config.kv_cache_dtype)
+    shape = attach(model, config.kv_wire_dtype, config.kv_cache_dtype)
     if free is None:
         free, total = free_bytes(model.device), total_bytes(model.device)
     return ForeseenModel(model, shape, size_pool(config, model, shape, free=free, total=total))
@@ -219,6 +227,8 @@ def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionSh
     """Of a position in the pool, where values may be padded to the size of keys, see `KvCache`; on
     the wire they never are. Latents have none."""
     layout = shape.layout
+    if shape.own is not None:
+        return layout.key_size * DTYPES[shape.kept].itemsize
     sizes = layout.key_size, layout.value_size
     kernel = choose_kernel(config.attention, model.device, *sizes, softcap=shape.softcap)
     even = kernel is flash_cpu and config.attention != "triton"

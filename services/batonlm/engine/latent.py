@@ -111,6 +111,11 @@ def keep_latents(network: nn.Module) -> None:
             module.expand_kv = _as_they_are
 
 
+def keeps_latents(network: nn.Module) -> bool:
+    """Whether `keep_latents` has changed a layer."""
+    return any(isinstance(module, LatentProjection) for module in network.modules())
+
+
 def _as_they_are(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In the place of `expand_kv`: the key is latent and rotated key, the value is its start."""
     key = torch.cat((latent, rotated), -1)

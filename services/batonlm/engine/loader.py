@@ -23,6 +23,7 @@ from torch import nn
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.request.model import KV_DTYPES, SCALED, KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
+from batonlm.engine.attention.own import OwnAttention, cache_layers, probe_own
 from batonlm.engine.checkpoint import (
     Checkpoint,
     Quantised,
@@ -38,30 +39,39 @@ from batonlm.engine.digest import fetched_digest, model_digest
 from batonlm.engine.fused.decoder import Decoder
 from batonlm.engine.kept import KeptLinear, KeptWeight, NotKept
 from batonlm.engine.kv.cache import DTYPES
-from batonlm.engine.latent import keep_latents
+from batonlm.engine.latent import keep_latents, keeps_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
 from batonlm.engine.memory import size
 from batonlm.engine.quantized import settle
 
 log = logging.getLogger(__name__)
 
+_NO_LIMIT = 2048
+"""Positions of a model whose configuration names none."""
+
 _KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def check_class(model_class: Any, config: Any) -> None:
-    """Raises UnsupportedModel for architectures whose attention cannot be replaced."""
+class Unservable(UnsupportedModel):
+    """A model that would be wrong in whatever way its attention is computed."""
+
+
+def why_own(model_class: Any, config: Any) -> str:
+    """Why attention of this architecture cannot be replaced, so that it has to attend by itself;
+    "" where its configuration tells of no reason."""
     name = config.model_type
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        return f"{name}: it cannot choose which logits to compute"
     if not getattr(model_class, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{name}: its attention cannot be replaced (no attention backend support)"
-        )
+        return f"{name}: its attention cannot be replaced (no attention backend support)"
     if getattr(model_class, "_is_stateful", False):
-        raise UnsupportedModel(f"{name}: it keeps a recurrent state, which is not KV")
+        return f"{name}: it keeps a recurrent state, which is not KV"
     text = config.get_text_config()
     others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
-        raise UnsupportedModel(f"{name}: layers of type {', '.join(sorted(others))} are not served")
+        return f"{name}: it has layers of type {', '.join(sorted(others))}"
+    return ""
 
 
 def rope_limit(config: Any) -> int | None:
@@ -79,6 +89,21 @@ def rope_limit(config: Any) -> int | None:
         if "dynamic" in entry.get("rope_type", "") or entry.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)
+
+
+def index_limit(config: Any) -> int | None:
+    """Positions up to which layers that choose what they attend to by an index attend to all, or
+    None for models without such layers. Beyond, the last bits of scores would choose.
+
+    Raises UnsupportedModel where the configuration does not tell.
+    """
+    text = config.get_text_config()
+    if "indexed_attention" not in (getattr(text, "layer_types", None) or ()):
+        return None
+    chosen = getattr(text, "index_topk", None)
+    if chosen is None:
+        raise UnsupportedModel(f"{config.model_type}: its index of positions is not known here")
+    return int(chosen)
 
 
 Progress = Callable[[int, int], None]
@@ -141,6 +166,10 @@ class LoadedModel:
     """The configuration of the whole model, whatever part of it the network is."""
     quantize: str = "none"
     """What linear layers are to become, as `quantized.settle` returns it."""
+    own_because: str = ""
+    """Why the model has to attend by itself, see `attention.own`; "" when it need not."""
+    whole: bool = True
+    """Whether the network is all of the model, and not a rank's part."""
 
 
 @without_compiler()
@@ -160,7 +189,9 @@ def load(
     weights = check_files(folder)
     settings, scheme = _settings(folder)
     model_class = _model_class(settings)
-    check_class(model_class, settings)
+    because = why_own(model_class, settings)
+    if because and build is not None:
+        raise UnsupportedModel(f"{because}: it runs on one rank only")
     device = device or choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
@@ -178,7 +209,7 @@ def load(
             "folder and fetch the model again"
         )
     network = None
-    keep = _keeps(scheme, device, quantize)
+    keep = not because and _keeps(scheme, device, quantize)
     if build is None and (device.type == "cuda" or keep):
         network = read_onto(device, model_class, checkpoint, settings, dtype, bar, keep=keep)
     if network is None:
@@ -193,6 +224,8 @@ def load(
         device=device,
         settings=settings,
         quantize=quantize,
+        own_because=because,
+        whole=build is None,
     )
 
 
@@ -211,7 +244,9 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     folder = _folder(config.model, ["config.json"])
     settings, scheme = _settings(folder)
     model_class = _model_class(settings)
-    check_class(model_class, settings)
+    because = why_own(model_class, settings)
+    if because and cut is not None:
+        raise UnsupportedModel(f"{because}: it runs on one rank only")
     device = choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
@@ -224,11 +259,12 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         if cut is not None:
             cut(network, settings)
     files = tuple(sorted(folder.glob("*.safetensors")))
-    if cut is None and files and _keeps(scheme, device, quantize):
+    if cut is None and not because and files and _keeps(scheme, device, quantize):
         with Checkpoint(folder, files, scheme).open(dtype, shapes=True) as stored:
             if _readable(model_class, network, stored):
                 _keep(network, stored, dtype)
-    wire(network)
+    if not because:
+        wire(network)
     if network._can_set_experts_implementation():
         # The only form whose shapes do not depend on which experts the tokens choose.
         network.set_experts_implementation("batched_mm")
@@ -238,6 +274,8 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         device=device,
         settings=settings,
         quantize=quantize,
+        own_because=because,
+        whole=cut is None,
     )
 
 
@@ -325,8 +363,6 @@ def _model_class(settings: Any) -> Any:
         raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
     found = mapping[type(settings)]
     model_class: Any = found[0] if isinstance(found, (tuple, list)) else found
-    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
-        raise UnsupportedModel(f"{settings.model_type}: it cannot choose which logits to compute")
     return model_class
 
 
@@ -486,8 +522,13 @@ def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
 
 
 def _max_model_len(wanted: int, settings: Any) -> int:
-    limit = int(settings.get_text_config().max_position_embeddings)
+    # Where distances bias scores, a model has no last position.
+    text = settings.get_text_config()
+    limit = int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)
     fixed = rope_limit(settings)
+    if (indexed := index_limit(settings)) is not None and indexed < limit:
+        limit = indexed
+        log.warning("max_model_len is at most %d: beyond it an index chooses positions", indexed)
     if wanted > limit:
         raise UnsupportedModel(f"max_model_len {wanted} is more than the model's {limit}")
     if fixed is None or (wanted or limit) <= fixed:
@@ -505,7 +546,7 @@ def _eos_token_ids(network: nn.Module, settings: Any) -> tuple[int, ...]:
     generation = getattr(network, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:
-        found = settings.get_text_config().eos_token_id
+        found = getattr(settings.get_text_config(), "eos_token_id", None)
     if found is None:
         return ()
     return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
@@ -530,11 +571,86 @@ class AttentionShape:
     """What each layer's attention is called with, in order."""
     latent_size: int = 0
     """How much of a key is a latent, which is its value too; 0 where the layout has values."""
+    own: OwnAttention | None = None
+    """Of a model that attends by itself; then the layout is of one layer and head, whose key is all
+    that a position keeps."""
 
     @property
     def value_size(self) -> int:
         """Of the values that attention reads."""
         return self.latent_size or self.layout.value_size
+
+
+@without_compiler()
+def attach(
+    loaded: LoadedModel, wire_dtype: str = "auto", cache_dtype: str = "auto"
+) -> AttentionShape:
+    """Has a model's attention run over our block pool: in our kernels, or, where they cannot take
+    its place, by its own code. Raises UnsupportedModel, and InvalidArgument naming the field that
+    has to change.
+
+    wire_dtype, cache_dtype: see `probe_attention`.
+    """
+    because, network = loaded.own_because, loaded.network
+    if not because:
+        try:
+            wire(network)
+            return probe_attention(loaded, wire_dtype, cache_dtype)
+        except Unservable:
+            raise
+        except UnsupportedModel as error:
+            if not loaded.whole or keeps_latents(network):
+                raise
+            because = error.message
+            network.set_attn_implementation("eager")  # type: ignore[operator]
+    shape = _own_shape(loaded, wire_dtype, cache_dtype)
+    log.warning("%s: it attends by itself, one sequence after the other", because)
+    return shape
+
+
+def _check_windows(name: str, network: Any, calls: list[LayerArguments]) -> None:
+    """Raises Unservable where a layer's mask and its cache in transformers see different windows:
+    then what transformers generates is not what its forward pass computes, beyond the window."""
+    kept = [getattr(layer, "sliding_window", None) for layer in cache_layers(network.config)]
+    for call in calls:
+        if call.layer < len(kept) and call.window != kept[call.layer]:
+            raise Unservable(
+                f"{name}: layer {call.layer} attends to {call.window or 'all'} positions and "
+                f"keeps {kept[call.layer] or 'all'}, so that transformers' own answers vary"
+            )
+        if call.window == 1:
+            raise Unservable(f"{name}: windows of one position are not kept right by transformers")
+
+
+def _own_shape(loaded: LoadedModel, wire_dtype: str, cache_dtype: str) -> AttentionShape:
+    for field, value, wanted in (
+        ("kv_cache_dtype", cache_dtype, "auto"),
+        ("quantize", loaded.quantize, "none"),
+    ):
+        if value != wanted:
+            raise InvalidArgument(
+                f"a model that attends by itself is served with {wanted} only", field=field
+            )
+    network: Any = loaded.network
+    if network._supports_sdpa:
+        # Without it, scores of a chunk with the whole sequence lie in memory.
+        network.set_attn_implementation("sdpa")
+    own = probe_own(network)
+    dtype = next(k for k, v in DTYPES.items() if v == loaded.network.dtype)
+    layout = KvLayout(
+        model_digest=loaded.description.digest,
+        dtype=KV_DTYPES.get(wire_dtype, dtype),
+        num_layers=1,
+        num_kv_heads=1,
+        key_size=own.width,
+        value_size=0,
+    )
+    if layout.dtype in SCALED:
+        raise InvalidArgument(
+            "KV of a model that attends by itself has no scales", field="kv_wire_dtype"
+        )
+    heads = int(getattr(network.config.get_text_config(), "num_attention_heads", 1))
+    return AttentionShape(layout, dtype, dtype, heads, softcap=False, own=own)
 
 
 @without_compiler()
@@ -572,6 +688,7 @@ def probe_attention(
         raise UnsupportedModel(f"{name}: attention was called for {len(calls)} of {layers} layers")
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
+    _check_windows(name, network, calls)
     ((query_heads, heads, key_size, value_size),) = shapes
     latent_size = value_size if calls[0].latent else 0
     dtype = next(k for k, v in DTYPES.items() if v == network.dtype)

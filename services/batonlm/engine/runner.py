@@ -20,6 +20,7 @@ from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, Step
 from batonlm.engine import selfcheck
 from batonlm.engine.attention.backends import open_backend, runs_triton
 from batonlm.engine.attention.interface import AttentionContext, Backend, ForwardPass
+from batonlm.engine.attention.own import FAULTS, OwnBackend, run_own
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device, pin
@@ -38,10 +39,9 @@ from batonlm.engine.loader import (
     AttentionShape,
     LoadedModel,
     Progress,
+    attach,
     load,
-    probe_attention,
     run_network,
-    wire,
 )
 from batonlm.engine.memory import checked_blocks, give_back_freed
 from batonlm.engine.sampler import LastTokens, SampledStep, UnsampledStep
@@ -84,7 +84,7 @@ class TorchRunner:
         self,
         network: nn.Module,
         model: ModelDescription,
-        backend: Backend,
+        backend: Backend | OwnBackend,
         swap_memory: SwapMemory,
         peers: Alone | None = None,
     ):
@@ -136,8 +136,7 @@ class TorchRunner:
             config = replace(config, exact=loaded.device.type == "cpu")
         texts = selfcheck.prompts(loaded.description.vocab_size, loaded.description.max_model_len)
         expected = [_prompt_logits(loaded, text, None) for text in texts]
-        wire(loaded.network)
-        shape = probe_attention(loaded, config.kv_wire_dtype, config.kv_cache_dtype)
+        shape = attach(loaded, config.kv_wire_dtype, config.kv_cache_dtype)
         rounding = 0.0
         if shape.kept in SCALED:
             run = partial(_prompt_logits, loaded)
@@ -229,6 +228,8 @@ class TorchRunner:
         if not plan.chunks:
             # On the device, so that collecting the step waits for its copies.
             return torch.empty(0, self.model.vocab_size, device=self.memory.device)
+        if isinstance(self._backend, OwnBackend):
+            return self._backend.forward(self._network, plan, self._last)
         if self._graphs is not None and self._graphs.fits(plan):
             return self._graphs.run(plan, self._last)
         inputs = self._backend.begin(plan)
@@ -258,6 +259,11 @@ class TorchRunner:
         # A GPU's libraries have no packed weights; only exactness and fp8 need layers of our own.
         packs = config.exact or not on_gpu or quantize == "fp8"
         checked = False
+        if isinstance(self._backend, OwnBackend):
+            self.not_exact_because = "the model attends by code of its own"
+            check.parity()
+            check.decode()
+            return
         if self._network is not own:
             right = True
             try:
@@ -295,7 +301,7 @@ class TorchRunner:
         if not changes and not checked:
             check.parity()
         if config.graphs and on_gpu:
-            self._record(max_batch, expected[0].numel())
+            self._record(max_batch, expected[0].shape[-1])
             if not self._peers.least(self._graphs is not None):
                 self._graphs = None
             if self._graphs is not None:
@@ -326,6 +332,7 @@ class TorchRunner:
 
         Raises InvalidArgument where recording failed in a torch that cannot go on after it.
         """
+        assert not isinstance(self._backend, OwnBackend)
         fill = self._backend.decode_buffers(max_rows)
         if fill is None:
             return
@@ -364,18 +371,22 @@ class TorchRunner:
 def _prompt_logits(
     loaded: LoadedModel, text: list[int], context: AttentionContext | None
 ) -> torch.Tensor:
-    """The last position's logits [vocab], with this attention or, where it is None, the model's
+    """All positions' logits [T, vocab], with this attention or, where it is None, the model's
     own."""
     tokens = torch.tensor([text], device=loaded.device)
-    positions = torch.arange(len(text), device=loaded.device)[None]
-    return run_network(loaded.network, ForwardPass(tokens, positions, positions[0, -1:], context))[
-        0
-    ]
+    positions = torch.arange(len(text), device=loaded.device)
+    if context is None:
+        try:
+            return run_own(loaded.network, tokens, 0, positions, None)
+        except FAULTS as error:
+            name = loaded.settings.model_type
+            raise UnsupportedModel(f"{name}: it does not run over tokens alone") from error
+    return run_network(loaded.network, ForwardPass(tokens, positions[None], positions, context))
 
 
 def _decoder(config: EngineConfig, loaded: LoadedModel, shape: AttentionShape) -> nn.Module:
     """The fused decoder, or transformers' own where that is configured or no recipe covers it."""
-    if config.decoder == "transformers":
+    if config.decoder == "transformers" or shape.own is not None:
         return loaded.network
     try:
         recipe = read_recipe(loaded.network, shape.layers)

@@ -49,7 +49,7 @@ class SelfCheck:
     """The blocks of each prompt."""
     texts: list[list[int]]
     expected: list[torch.Tensor]
-    """Of each prompt the last position's logits [vocab], from the model's own attention; without
+    """Of each prompt all positions' logits [T, vocab], from the model's own attention; without
     elements on ranks that compute no logits, where nothing is compared."""
     rounding: float = 0.0
     """By how much more than otherwise logits may differ, see `with_scaled_kv`."""
@@ -61,17 +61,17 @@ class SelfCheck:
         self._check_numbers()
         # Ranks that compare nothing compute as often as those that find a difference.
         packed, chunked = self.packed(), self._in_chunks(_CHUNK)
-        self._compare(packed, "packed prompts")
-        self._compare(chunked, "chunked prompts")
+        self._compare_last(packed, "packed prompts")
+        self._compare(chunked, _CHUNK, "chunked prompts")
 
     def packed_parity(self) -> None:
         """The first half of `parity`: prompts in one piece."""
         self._check_numbers()
-        self._compare(self.packed(), "packed prompts")
+        self._compare_last(self.packed(), "packed prompts")
 
     def decode(self) -> None:
         """Like `parity`, for prompts that are given token by token, as decode computes."""
-        self._compare(self._in_chunks(1), "tokens one by one")
+        self._compare(self._in_chunks(1), 1, "tokens one by one")
 
     def exact(self) -> None:
         """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by
@@ -79,7 +79,7 @@ class SelfCheck:
         packed = self.packed()
         chunks = [_chunk(i, text, self.tables[i]) for i, text in enumerate(self.texts)]
         others = [torch.stack([self.forward(StepPlan(0, (chunk,)))[0] for chunk in chunks])]
-        others += [self._in_chunks(size) for size in (_CHUNK, 1)]
+        others += [_last_of(self._in_chunks(size)) for size in (_CHUNK, 1)]
         if not all(torch.equal(packed, other) for other in others):
             raise NotExact("logits vary with what else is in the batch")
 
@@ -88,22 +88,32 @@ class SelfCheck:
         chunks = (_chunk(i, text, self.tables[i]) for i, text in enumerate(self.texts))
         return self.forward(StepPlan(0, tuple(chunks)))
 
-    def _in_chunks(self, size: int) -> torch.Tensor:
-        """Logits of each prompt's last position, all prompts advancing by `size` a step."""
+    def _in_chunks(self, size: int) -> list[list[torch.Tensor]]:
+        """Of each prompt the logits [vocab] of its chunks' last positions, all prompts advancing by
+        `size` a step."""
         texts = self.texts
-        last: dict[int, torch.Tensor] = {}
+        found: list[list[torch.Tensor]] = [[] for _ in texts]
         for at in range(0, max(map(len, texts)), size):
             live = [i for i, text in enumerate(texts) if at < len(text)]
             chunks = tuple(_chunk(i, texts[i][at : at + size], self.tables[i], at) for i in live)
             for i, row in zip(live, self.forward(StepPlan(0, chunks)), strict=True):
-                last[i] = row.clone()
-        return torch.stack([last[i] for i in range(len(texts))])
+                found[i].append(row.clone())
+        return found
 
-    def _compare(self, got: torch.Tensor, how: str) -> None:
-        _compare(got, self.expected, how, self.rounding)
+    def _compare(self, got: list[list[torch.Tensor]], size: int, how: str) -> None:
+        """got: of each prompt the rows of its chunks' last positions, chunks being of this size."""
+        for rows, expected in zip(got, self.expected, strict=True):
+            if expected.numel():
+                ends = [min((i + 1) * size, len(expected)) - 1 for i in range(len(rows))]
+                _compare(torch.stack(rows), [expected[end] for end in ends], how, self.rounding)
+
+    def _compare_last(self, got: torch.Tensor, how: str) -> None:
+        _compare(
+            got, [rows[-1] if rows.numel() else rows for rows in self.expected], how, self.rounding
+        )
 
     def _check_numbers(self) -> None:
-        if any(bool(row.isnan().any()) for row in self.expected):
+        if any(bool(rows.isnan().any()) for rows in self.expected):
             dtype = str(self.expected[0].dtype).removeprefix("torch.")
             raise InvalidArgument(f"the model's logits are no numbers in {dtype}", field="dtype")
 
@@ -114,7 +124,7 @@ def with_scaled_kv(
     expected: list[torch.Tensor],
     dtype: torch.dtype,
 ) -> tuple[list[torch.Tensor], float]:
-    """What to expect where KV is kept as codes of this dtype: the model's logits [vocab] of each
+    """What to expect where KV is kept as codes of this dtype: the model's logits [T, vocab] of each
     prompt if its attention sees the numbers that codes and scales stand for, and by how much these
     may be missed.
 
@@ -122,12 +132,12 @@ def with_scaled_kv(
     codes becomes either, by the last bit of what computed it, and in deep models one such number
     moves the next ones.
 
-    run: the last position's logits of a prompt in one piece with a given attention. expected: those
+    run: all positions' logits of a prompt in one piece with a given attention. expected: those
     of the model's own. Raises UnsupportedModel where the attention that stands for it here differs
     from it over numbers that are kept whole.
     """
     for text, own in zip(texts, expected, strict=True):
-        _compare(run(text, _reference(lambda numbers: numbers))[None], [own], "whole prompts")
+        _compare(run(text, _reference(lambda numbers: numbers)), list(own), "whole prompts")
 
     def kept(numbers: torch.Tensor) -> torch.Tensor:
         return scaled.widened(*scaled.narrowed(numbers, dtype)).to(numbers.dtype)
@@ -157,6 +167,10 @@ def _reference(kept: Callable[[torch.Tensor], torch.Tensor]) -> AttentionContext
         return output.transpose(0, 1)
 
     return attend
+
+
+def _last_of(found: list[list[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([rows[-1] for rows in found])
 
 
 def _compare(

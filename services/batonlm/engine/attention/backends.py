@@ -10,6 +10,7 @@ import torch
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.attention.interface import Backend
 from batonlm.engine.attention.kernels import by_position, choose_kernel, fewest_rows, flash_cpu
+from batonlm.engine.attention.own import OwnBackend
 from batonlm.engine.attention.tiled import TiledBackend
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.kv.cache import DTYPES, KvCache
@@ -18,9 +19,14 @@ from batonlm.engine.loader import AttentionShape, LoadedModel
 
 def open_backend(
     config: EngineConfig, loaded: LoadedModel, shape: AttentionShape, num_blocks: int
-) -> Backend:
+) -> Backend | OwnBackend:
     """The block pool's memory and the attention over it. Raises InvalidArgument, naming attention,
     for kernels that this machine cannot run."""
+    if shape.own is not None:
+        dtype = DTYPES[shape.kept]
+        return OwnBackend(
+            shape.own, shape.layout, num_blocks, config.block_size, loaded.device, dtype
+        )
     if runs_triton(config.attention, loaded.device):
         # Importing Triton's kernels takes Triton, which machines without a GPU need not have.
         from batonlm.engine.attention.triton.backend import TritonBackend
