@@ -229,6 +229,8 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_LISTED, "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
     "kimi_linear": {**_LISTED, "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "reformer": {
@@ -243,12 +245,14 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 128,
         "attention_head_dim": 32,
         "n_mamba_heads": 2,
         "num_key_value_heads": 4,
     },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 128,
         "attention_head_dim": 32,
         "num_key_value_heads": 4,
         "n_mamba_heads": 8,
@@ -410,8 +414,8 @@ def main() -> None:
     parser.add_argument("types", nargs="*", help="types to try; none tries all")
     chosen = parser.parse_args().types
     warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     found = {}
     for kind in chosen or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         found[kind] = outcome(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,7 @@ def test_memory_is_foreseen(saved: Callable[[str], Path]) -> None:
 def test_what_it_cannot_be_served_with(
     field: str, value: str, saved: Callable[[str], Path]
 ) -> None:
+    options: dict[str, Any] = {field: value}
     with pytest.raises(InvalidArgument) as caught:
-        TorchRunner.load(EngineConfig(str(saved("bloom")), num_blocks=64, **{field: value}))
+        TorchRunner.load(EngineConfig(str(saved("bloom")), num_blocks=64, **options))
     assert caught.value.field == field

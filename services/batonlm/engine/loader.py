@@ -688,7 +688,7 @@ def probe_attention(
         raise UnsupportedModel(f"{name}: attention was called for {len(calls)} of {layers} layers")
     if len(shapes) != 1:
         raise UnsupportedModel(f"{name}: its layers have KV of different shapes")
-    _check_windows(name, network, calls)
+    _check_windows(str(name), network, calls)
     ((query_heads, heads, key_size, value_size),) = shapes
     latent_size = value_size if calls[0].latent else 0
     dtype = next(k for k, v in DTYPES.items() if v == network.dtype)

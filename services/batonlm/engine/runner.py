@@ -332,7 +332,6 @@ class TorchRunner:
 
         Raises InvalidArgument where recording failed in a torch that cannot go on after it.
         """
-        assert not isinstance(self._backend, OwnBackend)
         fill = self._backend.decode_buffers(max_rows)
         if fill is None:
             return

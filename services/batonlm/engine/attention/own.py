@@ -92,11 +92,11 @@ Exchange = Callable[[int, str, torch.Tensor], torch.Tensor]
 """(layer, which part, [heads, T, size] of the new positions) -> [heads, all positions, size]."""
 
 
-class _PagedLayer(DynamicLayer):
+class _PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer of the cache that a model is given for one chunk of one sequence."""
 
     def __init__(self, index: int, *, sliding: bool, past: int, exchange: Exchange):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = sliding
         self.is_initialized = True
         self._index, self._past, self._exchange = index, past, exchange
@@ -124,7 +124,7 @@ def _cache(kinds: Sequence[LayerKind], past: int, exchange: Exchange) -> Cache:
         layers=[
             _PagedLayer(index, sliding=kind.sliding, past=past, exchange=exchange)
             if kind.paged
-            else DummyLayer()
+            else DummyLayer()  # type: ignore[no-untyped-call]
             for index, kind in enumerate(kinds)
         ]
     )
@@ -182,6 +182,8 @@ def probe_own(network: nn.Module) -> OwnAttention:
             raise UnsupportedModel(f"{name}: its layers keep a {type(layer).__name__}")
         paged = type(layer) in _PAGED
         kinds.append(LayerKind(paged, paged and bool(layer.is_sliding)))
+    device = next(network.parameters()).device
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     parts: dict[tuple[int, str], Part] = {}
     kept: dict[tuple[int, str], torch.Tensor] = {}
     width = 0
@@ -192,7 +194,9 @@ def probe_own(network: nn.Module) -> OwnAttention:
             raise UnsupportedModel(f"{name}: layer {layer} is computed more than once a step")
         if new.dtype != network.dtype:
             raise UnsupportedModel(f"{name}: layer {layer} keeps numbers of another type")
-        heads, _, size = new.shape
+        heads, count, size = new.shape
+        if count != tokens.shape[1]:
+            raise UnsupportedModel(f"{name}: layer {layer} keeps {count} positions of 2")
         parts[layer, which] = Part(width, heads, size)
         width += heads * size
         kept[layer, which] = new
@@ -201,8 +205,6 @@ def probe_own(network: nn.Module) -> OwnAttention:
     def extend(layer: int, which: str, new: torch.Tensor) -> torch.Tensor:
         return torch.cat((kept[layer, which], new), 1)
 
-    device = next(network.parameters()).device
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
     try:
         run_own(network, tokens, 0, tokens[0, :1], _cache(kinds, 0, keep))
         run_own(network, tokens, 2, tokens[0, :1], _cache(kinds, 2, extend))
@@ -236,13 +238,15 @@ class OwnBackend:
         tokens = torch.tensor(ids, dtype=torch.int64, device=device)
         last.fill(plan, tokens)
         found = []
-        for chunk, given in zip(
-            plan.chunks, tokens.split([len(c.token_ids) for c in plan.chunks]), strict=True
-        ):
+        sizes = [len(chunk.token_ids) for chunk in plan.chunks]
+        for chunk, given in zip(plan.chunks, torch.split(tokens, sizes), strict=True):
             wanted = torch.tensor(chunk.wanted, dtype=torch.int64, device=device)
             cache = _cache(self._own.kinds, chunk.first_position, self._rows(chunk))
             found.append(run_own(network, given[None], chunk.first_position, wanted, cache))
         return torch.cat(found)
+
+    def decode_buffers(self, max_rows: int) -> None:
+        """Nothing can be recorded."""
 
     def forget(self, extents: Extents) -> None:
         """Leaves nothing in these blocks that their next owner could see."""
