@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from batonlm.core.kvcache.prefix import UNIT_TOKENS
 from tests.e2e.relay import Relay, eventually, options
-from tests.engine.tiny_models import ARCHS, save_tiny_model
+from tests.engine.tiny_models import ARCHS, OWN, save_tiny_model
 
 # The workers need the cores; torch here would spin on all of them.
 torch.set_num_threads(1)
@@ -36,12 +36,13 @@ DEEP = [
     ("gemma3", "loopback, chunks of 37"),
     ("qwen3_moe", "local prefill"),
     ("deepseek_v3", "nixl, chunks of 37"),
+    ("gemma4", "nixl, chunks of 37"),
 ]
 # What an architecture can get wrong on its way through the processes is its KV's shape and which
 # positions are read, so each meets the odd chunks over NIXL and one other way.
 WHOLE = [
     (arch, mode)
-    for arch in ("bundled", *ARCHS)
+    for arch in ("bundled", *ARCHS, *OWN)
     for mode in ("nixl, chunks of 37", "loopback", "local prefill")
 ]
 
