@@ -32,7 +32,7 @@ CHART_KEYRING ?=
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -69,7 +69,7 @@ test-chaos: install ## Tests that kill real processes, without the long ones
 	@$(BIN)/python -m pytest -q -m 'chaos and not slow'
 
 test-slow: install ## Tests that take long
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m 'slow and not k8s'
 
 test-browser: install ## Tests of the chat page; need Debian's chromium and chromium-driver
 	@$(BIN)/python -m pytest -q -m browser tests/browser
@@ -81,7 +81,10 @@ test-edge: install ## Real proxies and clients before the HTTP edge; need Debian
 	@$(BIN)/python -m pytest -q -m edge tests/edge
 
 test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and the images BATON_IMAGE_CPU, BATON_IMAGE_ENGINE
-	@$(BIN)/python -m pytest -q -m k8s tests/k8s
+	@$(BIN)/python -m pytest -q -m 'k8s and not slow' tests/k8s
+
+test-k8s-slow: install ## Tests on that cluster that take long: pools that grow and shrink under load (about 15 minutes)
+	@$(BIN)/python -m pytest -q -m 'k8s and slow' tests/k8s
 
 images: ## Build the images IMAGES="cpu engine-cpu" (engine-gpu too, if you name it) with docker or buildah
 	@set -e; for target in $(IMAGES); do \

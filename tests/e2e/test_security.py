@@ -117,7 +117,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
 
 def test_without_tls_workers_answer_batons_own_processes_only(relay: Relay) -> None:
     workers = [process for process in relay.processes() if process["role"] != "router"]
-    assert {process["role"] for process in workers} == ROLES - {"router", DOCTOR}
+    assert {process["role"] for process in workers} == ROLES - {"router", "encode", DOCTOR}
     for process in workers:
         with grpc.insecure_channel(process["grpc"]) as channel:
             with pytest.raises(grpc.RpcError) as caught:

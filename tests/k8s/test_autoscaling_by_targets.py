@@ -21,7 +21,7 @@ from tests.k8s.disturbance import Reference, loaded
 from tests.k8s.reach import reached
 from tests.k8s.release import Release
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.k8s, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 WITHIN_S = 300.0
 POLL_S = 2.0
