@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from batonlm.detokenizer.config import DetokenizerConfig
+from batonlm.encode.config import EncodeConfig
 from batonlm.router.config import RouterConfig
 from batonlm.rpc.config import Option, options_of
 from batonlm.tokenizer.config import TokenizerConfig
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "detokenizer": DetokenizerConfig,
+    "encode": EncodeConfig,
 }
 
 OWNED = frozenset(

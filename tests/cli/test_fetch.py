@@ -21,8 +21,9 @@ FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"{ }",
     "model.safetensors": bytes(range(256)) * 4096,
+    "1_Pooling/config.json": b"{  }",
 }
-SKIPPED = {"pytorch_model.bin": b"pickled", "notes.txt": b"."}
+SKIPPED = {"pytorch_model.bin": b"pickled", "notes.txt": b".", "onnx/config.json": b"[]"}
 
 
 @pytest.fixture
@@ -30,6 +31,7 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "made"
     made.mkdir()
     for name, data in {**FILES, **SKIPPED}.items():
+        (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_bytes(data)
     return made
 
@@ -43,7 +45,8 @@ def fetch(source: FolderSource | HubSource, into: Path, *, weights: bool = True)
 
 
 def holds(found: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in found.iterdir() if path.name != MANIFEST}
+    files = (path for path in found.rglob("*") if path.is_file() and path.name != MANIFEST)
+    return {path.relative_to(found).as_posix(): path.read_bytes() for path in files}
 
 
 def test_a_folder_is_copied_once_and_not_asked_again(folder: Path, tmp_path: Path) -> None:
@@ -57,7 +60,7 @@ def test_a_folder_is_copied_once_and_not_asked_again(folder: Path, tmp_path: Pat
 
 def test_without_weights(folder: Path, tmp_path: Path) -> None:
     found = fetch(FolderSource(folder), tmp_path / "cache", weights=False)
-    assert sorted(holds(found)) == ["config.json", "tokenizer.json"]
+    assert sorted(holds(found)) == ["1_Pooling/config.json", "config.json", "tokenizer.json"]
     assert fetch(FolderSource(folder), tmp_path / "cache") != found
 
 

@@ -95,6 +95,24 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "model.cache.size=1Gi",
         "model.cache.size is of an emptyDir",
     ),
+    ("encode.enabled=true", "encode.model.hub.id is required with encode.model.source=hub"),
+    (
+        "encode.enabled=true,encode.model.source=pvc,encode.model.pvc.claimName=c",
+        "encode.model.name is required",
+    ),
+    (
+        "encode.enabled=true,encode.model.hub.id=a/b,encode.model.name=baton-tiny",
+        "encode.model.name is baton-tiny, as the model that chats is called",
+    ),
+    (
+        "encode.enabled=true,encode.model.hub.id=a/b,encode.model.cache.type=pvc,"
+        "encode.model.cache.size=1Gi",
+        "encode.model.cache.type=pvc needs encode.model.cache.claimName.",
+    ),
+    (
+        "encode.enabled=true,encode.model.hub.id=a/b,encode.gpu.count=2",
+        "encode.gpu.count is 2: a worker computes on one GPU",
+    ),
     ("enabled=false", "enabled=false is for a parent chart"),
     ("router.service.nodePorts.grpc=30051", "router.service.nodePorts needs router.service.type"),
     (

@@ -86,7 +86,8 @@ def test_names_are_unique_and_short_enough(path: Path) -> None:
 def test_the_process_takes_its_environment(path: Path) -> None:
     """Every BATON_ variable is an option, and all of them together are a configuration."""
     found = pods(rendered(path))
-    for component, cls in generator.CONFIGS.items():
+    for component in COMPONENTS:
+        cls = generator.CONFIGS[component]
         given = environment(found[component])
         options = {f"BATON_{field.name.upper()}" for field in fields(cls)}
         assert {name for name in given if name.startswith("BATON_")} <= options
@@ -588,3 +589,41 @@ def test_the_notes_name_a_next_command() -> None:
     notes = text[text.index("NOTES:") :]
     assert "helm test try -n chart" in notes
     assert "port-forward service/try-baton-router" in notes
+
+
+ENCODE = (
+    *("encode.enabled=true", "encode.model.hub.id=some/vectors", "encode.autoscaling.enabled=true"),
+    *("encode.gpu.count=1", "encode.model.cache.size=3Gi", "networkPolicy.egress=true"),
+    *("tls.internal.enabled=true", "tls.internal.certManager.enabled=true"),
+    "tls.internal.certManager.issuerRef.name=ca",
+)
+
+
+def test_encode_workers_are_a_pool_with_a_model_of_their_own() -> None:
+    objects = render(CPU, sets=ENCODE)
+    found = pods(objects)
+    pod = found["encode"]
+    given = environment(pod)
+    configuration.load(generator.CONFIGS["encode"], [], given, prog="baton-encode")
+    assert given["BATON_MODEL_NAME"] == "some/vectors"
+    (container,), (fetch,) = pod["containers"], pod["initContainers"]
+    # The chart fetches all of the model, into the folder that the process reads.
+    assert fetch["args"] == ["baton", "fetch", "some/vectors", "--into=/models"]
+    assert given["BATON_MODEL"] == "/models/some--vectors"
+    assert fetch["resources"]["requests"]["ephemeral-storage"] == "3Gi"
+    assert container["image"].startswith("baton-engine-gpu:")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    # Nothing of it is another pool's.
+    assert environment(found["decode"])["BATON_MODEL_NAME"] == "baton-tiny"
+    router = environment(found["router"])
+    service = of_kind(objects, "Service")["encode"]
+    name = service["metadata"]["name"]
+    assert router["BATON_ENCODES"] == f"k8s:///{name}.chart:grpc"
+    policy = of_kind(objects, "NetworkPolicy")["router"]
+    selected = json.dumps(policy["spec"]["egress"])
+    assert '"app.kubernetes.io/component": "encode"' in selected
+    assert of_kind(objects, "HorizontalPodAutoscaler")["encode"]["spec"]["maxReplicas"] == 10
+    assert of_kind(objects, "Certificate")["encode"]["spec"]["dnsNames"] == [
+        "encode.baton.internal"
+    ]
+    assert "encode" not in pods(rendered(CPU))

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 WEIGHTS = "*.safetensors"
 OTHERS = ("*.json", "*.jinja")
+MODULES = "[0-9]*_*"
+"""Folders of a model's parts, as `sentence-transformers` calls them: 1_Pooling, 2_Dense."""
 PATH_DIGITS = 12
 """Digits of the SHA-256 of a folder's path, in hex. The Helm chart makes the same names."""
 _COPY_BYTES = 16 << 20
@@ -98,10 +100,11 @@ class FolderSource:
 
     def files(self, *, weights: bool) -> list[File]:
         found = []
-        for path in sorted(self._folder.iterdir()):
-            if path.is_file() and _wanted(path.name, weights):
+        for path in sorted((*self._folder.glob("*"), *self._folder.glob(f"{MODULES}/*"))):
+            name = path.relative_to(self._folder).as_posix()
+            if path.is_file() and _wanted(name, weights):
                 status = path.stat()
-                found.append(File(path.name, status.st_size, mtime_ns=status.st_mtime_ns))
+                found.append(File(name, status.st_size, mtime_ns=status.st_mtime_ns))
         return found
 
     def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
@@ -119,6 +122,7 @@ class FolderSource:
     def copy(self, file: File, into: Path) -> str:
         target, origin = into / file.name, self._folder / file.name
         try:
+            target.parent.mkdir(exist_ok=True)
             with origin.open("rb") as source, target.open("ab") as copied:
                 source.seek(copied.tell())
                 while piece := source.read(_COPY_BYTES):
@@ -162,7 +166,7 @@ class HubSource:
         self._commit = info.sha or ""
         found = []
         for entry in info.siblings or ():
-            if "/" not in entry.rfilename and _wanted(entry.rfilename, weights):
+            if _wanted(entry.rfilename, weights):
                 file = File(entry.rfilename, entry.size or 0)
                 if entry.lfs:
                     file = replace(file, sha256=str(entry.lfs.sha256))
@@ -211,7 +215,10 @@ def _git_id(path: Path) -> str:
 
 def _wanted(name: str, weights: bool) -> bool:
     patterns = (*OTHERS, WEIGHTS) if weights else OTHERS
-    return not name.startswith(".") and any(fnmatch(name, pattern) for pattern in patterns)
+    *folders, base = name.split("/")
+    if folders and not (len(folders) == 1 and fnmatch(folders[0], MODULES)):
+        return False
+    return not base.startswith(".") and any(fnmatch(base, pattern) for pattern in patterns)
 
 
 def hub_folder(model: str, files: Sequence[str] = (*OTHERS, WEIGHTS)) -> Path:

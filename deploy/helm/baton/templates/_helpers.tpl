@@ -60,11 +60,21 @@ annotations:
 {{- if has .component (list "prefill" "decode") }}true{{ end }}
 {{- end }}
 
+{{/* True for the pools that read weights. */}}
+{{- define "baton.hasWeights" -}}
+{{- if or (include "baton.isEngine" .) (eq .component "encode") }}true{{ end }}
+{{- end }}
+
+{{/* The root as the encode pool sees it: its model instead of the one that chats. */}}
+{{- define "baton.encode.values" -}}
+{{- toYaml (set (omit .Values "model") "model" .Values.encode.model) }}
+{{- end }}
+
 {{- define "baton.repository" -}}
 {{- $c := index .root.Values .component }}
 {{- if $c.image.repository }}
 {{- $c.image.repository }}
-{{- else if not (include "baton.isEngine" .) }}
+{{- else if not (include "baton.hasWeights" .) }}
 {{- "baton-cpu" }}
 {{- else if $c.gpu.count }}
 {{- "baton-engine-gpu" }}

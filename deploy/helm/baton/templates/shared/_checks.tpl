@@ -16,7 +16,8 @@
 {{- if not (include "baton.kvNetwork" .) -}}
 {{- fail "kv.network must be declared: isolated when only Baton's workers reach the network that KV moves on (as with networkPolicy.enabled=true), trusted when everybody on it is trusted with the workers' memory, local when KV stays on its node." -}}
 {{- end -}}
-{{- include "baton.checks.model" . -}}
+{{- include "baton.checks.model" (dict "root" . "at" "model") -}}
+{{- include "baton.checks.encode" . -}}
 {{- include "baton.checks.objects" . -}}
 {{- include "baton.checks.planner" . -}}
 {{- include "baton.checks.hostNetwork" . -}}
@@ -71,31 +72,50 @@
 {{- end -}}
 {{- end }}
 
+{{/* Takes (dict "root" ROOT "at" KEY): the model of that root's values, and the key that a user knows it by. */}}
 {{- define "baton.checks.model" -}}
-{{- $m := .Values.model -}}
+{{- $m := .root.Values.model -}}
 {{- $needed := dict "hub" "id" "pvc" "claimName" "image" "reference" "hostPath" "path" -}}
 {{- with get $needed $m.source -}}
 {{- if not (index $m $m.source .) -}}
-{{- fail (printf "model.%s.%s is required with model.source=%s." $m.source . $m.source) -}}
+{{- fail (printf "%s.%s.%s is required with %s.source=%s." $.at $m.source . $.at $m.source) -}}
 {{- end -}}
 {{- end -}}
-{{- if not (include "baton.model.name" $) -}}
-{{- fail (printf "model.name is required with model.source=%s: it is what clients call the model." $m.source) -}}
+{{- if not (include "baton.model.name" .root) -}}
+{{- fail (printf "%s.name is required with %s.source=%s: it is what clients call the model." .at .at $m.source) -}}
 {{- end -}}
 {{- if and (eq $m.cache.type "hostPath") (not $m.cache.hostPath) -}}
-{{- fail "model.cache.hostPath is required with model.cache.type=hostPath: a folder of each node." -}}
+{{- fail (printf "%s.cache.hostPath is required with %s.cache.type=hostPath: a folder of each node." .at .at) -}}
 {{- end -}}
-{{- if and (eq $m.cache.type "pvc") (not (or $m.cache.claimName $m.cache.size)) -}}
-{{- fail "model.cache.type=pvc needs model.cache.claimName, or model.cache.size of the one that the chart then makes." -}}
+{{- if and (eq $m.cache.type "pvc") (not (or $m.cache.claimName (and $m.cache.size (eq .at "model")))) -}}
+{{- fail (printf "%s.cache.type=pvc needs %s.cache.claimName%s." .at .at (ternary ", or model.cache.size of the one that the chart then makes" "" (eq .at "model"))) -}}
 {{- end -}}
-{{- if and $m.cache.size (not (include "baton.model.fetched" $)) -}}
-{{- fail (printf "model.cache.size is of no use with model.source=%s: nothing is fetched. Set model.cache.type, too." $m.source) -}}
+{{- if and $m.cache.size (not (include "baton.model.fetched" .root)) -}}
+{{- fail (printf "%s.cache.size is of no use with %s.source=%s: nothing is fetched. Set %s.cache.type, too." .at .at $m.source .at) -}}
 {{- end -}}
 {{- if and $m.cache.size (or (eq $m.cache.type "hostPath") $m.cache.claimName) -}}
-{{- fail "model.cache.size is of an emptyDir, or of a claim that the chart makes: a folder of the node or a claim of your own has its size." -}}
+{{- fail (printf "%s.cache.size is of an emptyDir, or of a claim that the chart makes: a folder of the node or a claim of your own has its size." .at) -}}
 {{- end -}}
 {{- if and $m.cache.type (eq $m.source "bundled") -}}
 {{- fail "model.cache.type is of no use with model.source=bundled: that model is in every image." -}}
+{{- end -}}
+{{- end }}
+
+{{- define "baton.checks.encode" -}}
+{{- $e := .Values.encode -}}
+{{- if $e.enabled -}}
+{{- $values := include "baton.encode.values" . | fromYaml -}}
+{{- include "baton.checks.model" (dict "root" (dict "Values" $values "Release" .Release) "at" "encode.model") -}}
+{{- if eq (include "baton.model.name" (dict "Values" $values)) (include "baton.model.name" .) -}}
+{{- fail (printf "encode.model.name is %s, as the model that chats is called: clients could not tell them apart." (include "baton.model.name" .)) -}}
+{{- end -}}
+{{- if and $e.gpu.count (contains "engine-cpu" $e.image.repository) -}}
+{{- fail (printf "encode.gpu.count is %d, but encode.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." (int $e.gpu.count) $e.image.repository) -}}
+{{- end -}}
+{{- if gt (int $e.gpu.count) 1 -}}
+{{- fail (printf "encode.gpu.count is %d: a worker computes on one GPU. Have more pods." (int $e.gpu.count)) -}}
+{{- end -}}
+{{- include "baton.checks.scaling" (dict "root" $ "component" "encode") -}}
 {{- end -}}
 {{- end }}
 
@@ -103,7 +123,7 @@
 {{- define "baton.checks.hostNetwork" -}}
 {{- $v := .Values -}}
 {{- if $v.networkPolicy.enabled -}}
-{{- range list "tokenizer" "prefill" "decode" "detokenizer" -}}
+{{- range concat (list "tokenizer" "prefill" "decode" "detokenizer") (ternary (list "encode") list $v.encode.enabled) -}}
 {{- if and (index $v .).hostNetwork (not (or $v.tls.internal.enabled $v.auth.allowAnonymousWorkers)) -}}
 {{- fail (printf "%s.hostNetwork: no NetworkPolicy covers a pod in its node's network, so nothing keeps strangers from it. Set tls.internal.enabled=true, or auth.allowAnonymousWorkers=true if all of that network is trusted." .) -}}
 {{- end -}}

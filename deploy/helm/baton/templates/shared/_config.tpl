@@ -27,6 +27,9 @@ tokenizers: {{ include "baton.pool" (dict "root" .root "component" "tokenizer") 
 prefills: {{ include "baton.pool" (dict "root" .root "component" "prefill") }}
 decodes: {{ include "baton.pool" (dict "root" .root "component" "decode") }}
 detokenizers: {{ include "baton.pool" (dict "root" .root "component" "detokenizer") }}
+{{- if $v.encode.enabled }}
+encodes: {{ include "baton.pool" (dict "root" .root "component" "encode") }}
+{{- end }}
 routers: {{ include "baton.pool" . }}
 {{- if $v.auth.keysSecret }}
 keys: /etc/baton/keys/{{ $v.auth.keysSecretKey }}

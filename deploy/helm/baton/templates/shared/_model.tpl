@@ -41,7 +41,7 @@ share a cache of have one path. */}}
 {{- else }}
 {{- $origin := include "baton.model.origin" .root }}/models/{{ base $origin }}-{{ $origin | sha256sum | trunc 12 }}
 {{- end }}
-{{- if not (include "baton.isEngine" .) }}.tokenizer{{ end }}
+{{- if not (include "baton.hasWeights" .) }}.tokenizer{{ end }}
 {{- end }}
 {{- end }}
 
@@ -141,7 +141,7 @@ emptyDir:
     - fetch
     - {{ include "baton.model.origin" .root | quote }}
     - --into=/models
-    {{- if not (include "baton.isEngine" .) }}
+    {{- if not (include "baton.hasWeights" .) }}
     - --tokenizer-only
     {{- end }}
     {{- if and (eq $m.source "hub") $m.hub.revision }}
@@ -152,7 +152,7 @@ emptyDir:
     {{- . | nindent 4 }}
   {{- end }}
   {{- $resources := deepCopy $m.cache.resources }}
-  {{- if and $m.cache.size (include "baton.isEngine" .) (has $m.cache.type (list "" "emptyDir")) }}
+  {{- if and $m.cache.size (include "baton.hasWeights" .) (has $m.cache.type (list "" "emptyDir")) }}
   {{- $resources = merge $resources (dict "requests" (dict "ephemeral-storage" $m.cache.size)) }}
   {{- end }}
   resources:

@@ -129,7 +129,7 @@ spec:
 - ports:
     - port: 50051
   to:
-    {{- range list "tokenizer" "prefill" "decode" "detokenizer" }}
+    {{- range concat (list "tokenizer" "prefill" "decode" "detokenizer") (ternary (list "encode") list .root.Values.encode.enabled) }}
     {{- include "baton.peer" (dict "root" $.root "component" .) | nindent 4 }}
     {{- end }}
 {{- else if include "baton.isEngine" . -}}
@@ -149,7 +149,7 @@ spec:
 {{- with $c.networkPolicy.extraEgress }}
 {{ toYaml . }}
 {{- end }}
-{{- if and (has .component (list "tokenizer" "detokenizer")) (not (include "baton.model.fetched" .root)) (not $c.networkPolicy.extraEgress) }}
+{{- if and (has .component (list "tokenizer" "detokenizer" "encode")) (not (include "baton.model.fetched" .root)) (not $c.networkPolicy.extraEgress) }}
 []
 {{- end }}
 {{- end }}

@@ -32,11 +32,11 @@ capabilities:
 {{- define "baton.resources" -}}
 {{- $c := index .root.Values .component -}}
 {{- $r := deepCopy $c.resources -}}
-{{- if include "baton.isEngine" . -}}
+{{- if include "baton.hasWeights" . -}}
 {{- $devices := dict -}}
-{{- if and $c.gpu.count (not $c.gpu.dra.enabled) }}{{ $_ := set $devices $c.gpu.resource $c.gpu.count }}{{ end -}}
-{{- with $c.hugepages.size }}{{ $_ := set $devices (printf "hugepages-%s" .) $c.hugepages.amount }}{{ end -}}
-{{- if $c.rdma.enabled }}{{ $_ := set $devices $c.rdma.resource $c.rdma.count }}{{ end -}}
+{{- if and $c.gpu.count (not (include "baton.claimsGpus" .)) }}{{ $_ := set $devices $c.gpu.resource $c.gpu.count }}{{ end -}}
+{{- with ($c.hugepages).size }}{{ $_ := set $devices (printf "hugepages-%s" .) $c.hugepages.amount }}{{ end -}}
+{{- if ($c.rdma).enabled }}{{ $_ := set $devices $c.rdma.resource $c.rdma.count }}{{ end -}}
 {{- if $devices -}}
 {{- $r = mergeOverwrite $r (dict "limits" $devices) (dict "requests" $devices) -}}
 {{- end -}}
@@ -332,6 +332,6 @@ spec:
 {{- $c := index .root.Values .component -}}
 {{- if $c.priorityClassName }}{{ $c.priorityClassName }}
 {{- else if .root.Values.priorityClasses.create }}
-{{- include "baton.fullname" .root }}-{{ if include "baton.isEngine" . }}engine{{ else }}cpu{{ end }}
+{{- include "baton.fullname" .root }}-{{ if include "baton.hasWeights" . }}engine{{ else }}cpu{{ end }}
 {{- end }}
 {{- end }}
