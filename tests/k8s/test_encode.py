@@ -48,9 +48,10 @@ def encoding(cluster: Cluster, release: Release) -> Iterator[Release]:
 
 @asynccontextmanager
 async def asking(release: Release) -> AsyncIterator[httpx.AsyncClient]:
-    service = f"service/{release.object('router')}"
+    await asyncio.to_thread(found_by_routers, release, 1)
+    router = release.pod_names("router")[0]
     async with (
-        release.cluster.forward(service, 8000) as port,
+        release.cluster.forward(f"pod/{router}", 8000) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
     ):
         yield client
