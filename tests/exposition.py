@@ -68,7 +68,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "prefill": {"local", "remote"},
     "reason": {limit.value for limit in Limit},
     "ring": {"sender", "receiver"},
-    "role": set(ROLES),
+    "role": {*ROLES, "encode"},
     "side": {"sender", "receiver"},
     "source": {"local", "handover", "moved", "cache"},
     "stage": {*StageTimes().spent(), *_HANDOVER_STAGES, *_WORKER_STAGES},

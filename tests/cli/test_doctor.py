@@ -82,7 +82,7 @@ def test_weights_that_are_cut_short(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "detail"),
     [
-        ({"model_type": "bloom", "hidden_size": 8, "n_layer": 1, "n_head": 1}, "bloom"),
+        ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1}, "mamba"),
         ({"model_type": "of-the-future"}, "of an architecture that transformers"),
         ({"model_type": "vit"}, "no causal language model"),
     ],

@@ -261,7 +261,7 @@ async def test_without_encode_workers_it_is_said_at_once() -> None:
     async with running() as baton:
         status, message = await baton.error("/v1/embeddings", input="a")
         assert (status, message) == (
-            503, "This server has no encode worker, and none is configured.",
+            404, "This server has no encode workers: it makes no vectors or scores.",
         )  # fmt: skip
 
 

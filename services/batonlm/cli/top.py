@@ -202,7 +202,12 @@ def view(windows: Mapping[str, Sequence[MetricsWindow]], away: Mapping[str, str]
     return View(
         max((window.seconds for window in every), default=0.0),
         _overall(windows),
-        tuple(_pool(role, windows.get(role, ()), routers) for role in ROLES),
+        # Encode workers are there only where somebody wants vectors.
+        tuple(
+            _pool(role, windows.get(role, ()), routers)
+            for role in ROLES
+            if role != "encode" or windows.get(role)
+        ),
         dict(away),
     )
 

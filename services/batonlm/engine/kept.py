@@ -309,7 +309,9 @@ _held = _Scratch()
 def _scratch(use: str, count: int, dtype: torch.dtype) -> torch.Tensor:
     found = _held.held.get((use, dtype))
     if found is None or len(found) < count:
-        found = _held.held[use, dtype] = torch.empty(count, dtype=dtype)
+        # Also written outside of inference mode, which a tensor made within it does not allow.
+        with torch.inference_mode(False):
+            found = _held.held[use, dtype] = torch.empty(count, dtype=dtype)
     return found[:count]
 
 

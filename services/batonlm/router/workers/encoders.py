@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from batonlm.core.errors import BatonError, from_reason, model_not_found
+from batonlm.core.errors import BatonError, NotFound, from_reason, model_not_found
 from batonlm.core.request.model import ModelDescription, ModelTask, WorkerIdentity
 from batonlm.core.request.request import TextPair, VectorInput, VectorPrompt
 from batonlm.core.routing.failures import RetryBudget
@@ -76,8 +76,10 @@ class Encoders:
                 return chosen[0]
             if models:
                 raise model_not_found(name, {model.name for model in fitting})
+            if not fleet.encodes.awaited:
+                raise NotFound("This server has no encode workers: it makes no vectors or scores.")
             left = give_up - loop.time()
-            if left <= 0 or not fleet.encodes.awaited:
+            if left <= 0:
                 raise fleet.encodes.absent()
             await fleet.changed.wait(left)
 
