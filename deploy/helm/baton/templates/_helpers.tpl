@@ -70,6 +70,14 @@ annotations:
 {{- toYaml (set (omit .Values "model") "model" .Values.encode.model) }}
 {{- end }}
 
+{{/* One object of the encode pool, where there is one. Takes (dict "root" $ "part" "deployment"). */}}
+{{- define "baton.encode" -}}
+{{- if .root.Values.encode.enabled -}}
+{{- $values := include "baton.encode.values" .root | fromYaml -}}
+{{- include (printf "baton.%s" .part) (dict "root" (merge (dict "Values" $values) (omit .root "Values")) "component" "encode") }}
+{{- end -}}
+{{- end }}
+
 {{- define "baton.repository" -}}
 {{- $c := index .root.Values .component }}
 {{- if $c.image.repository }}
