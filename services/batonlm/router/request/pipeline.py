@@ -269,18 +269,9 @@ class Pipeline:
         The caller closes the stream, also when the client is gone.
         """
         loop = asyncio.get_running_loop()
-        arrival, began = loop.time(), now()
-        stages = StageTimer(began, trace_of(self._tracer, request, began))
-        try:
-            with self.reading(request.tenant):
-                validate(request)
-            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
-            context = self._admit(request, stages, deadline, holding)
-        except BaseException as refusal:
-            stages.over(refusal)
-            self._metrics.over(request, "", refusal, stages.times())
-            raise
-        self.records.begin(request, context.request_id, stages)
+        arrival = loop.time()
+        context = self._begin(request, arrival, holding)
+        stages = context.stages
         try:
             made = await self._in_time(context, self._preparation.prepare)
         except BaseException as failure:
@@ -362,19 +353,9 @@ class Pipeline:
         """Returns the vectors or scores of a request's VectorPrompt. holding: as in `tokenize`.
         Raises BatonError."""
         error: BaseException | None = None
-        began, arrival = now(), asyncio.get_running_loop().time()
-        stages = StageTimer(began, trace_of(self._tracer, request, began))
-        try:
-            with self.reading(request.tenant):
-                validate(request)
-            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
-            own = holding and holding.none()
-            context = self._admit(request, stages, deadline, own, generates=False)
-        except BaseException as refusal:
-            stages.over(refusal)
-            self._metrics.over(request, "", refusal, stages.times())
-            raise
-        self.records.begin(request, context.request_id, stages)
+        own = holding and holding.none()
+        arrival = asyncio.get_running_loop().time()
+        context = self._begin(request, arrival, own, generates=False)
         try:
             return await self._in_time(context, self._preparation.vectors)
         except BaseException as failure:
@@ -438,6 +419,30 @@ class Pipeline:
     def _check_open(self) -> None:
         if self.draining:
             raise left()
+
+    def _begin(
+        self,
+        request: Request,
+        arrival: float,
+        holding: Holding | None,
+        *,
+        generates: bool = True,
+    ) -> RequestContext:
+        """Validates and admits a request that came at `arrival`, and begins its record and its
+        trace. Raises BatonError for one that is refused, which then holds nothing."""
+        began = now()
+        stages = StageTimer(began, trace_of(self._tracer, request, began))
+        try:
+            with self.reading(request.tenant):
+                validate(request)
+            deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
+            context = self._admit(request, stages, deadline, holding, generates=generates)
+        except BaseException as refusal:
+            stages.over(refusal)
+            self._metrics.over(request, "", refusal, stages.times())
+            raise
+        self.records.begin(request, context.request_id, stages)
+        return context
 
     def _admit(
         self,
