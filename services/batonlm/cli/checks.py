@@ -249,10 +249,6 @@ def model(name: str) -> Callable[[], Finding]:
             network = outline(EngineConfig(str(folder))).network
         except InvalidArgument as error:
             return fail(error.message, advice)
-        # What an engine finds when it loads; models with states are known before that.
-        if getattr(network, "_is_stateful", False):
-            family = getattr(network.config, "model_type", "")
-            return fail(f"{family}: its layers keep a state beside KV", advice)
         size = sum(file.stat().st_size for file in weights)
         return ok(f"{folder.name}: {type(network).__name__}, {size / 2**20:.1f} MiB of weights")
 

@@ -65,8 +65,6 @@ def why_own(model_class: Any, config: Any) -> str:
         return f"{name}: it cannot choose which logits to compute"
     if not getattr(model_class, "_supports_attention_backend", False):
         return f"{name}: its attention cannot be replaced (no attention backend support)"
-    if getattr(model_class, "_is_stateful", False):
-        return f"{name}: it keeps a recurrent state, which is not KV"
     text = config.get_text_config()
     others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
@@ -363,6 +361,9 @@ def _model_class(settings: Any) -> Any:
         raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
     found = mapping[type(settings)]
     model_class: Any = found[0] if isinstance(found, (tuple, list)) else found
+    if getattr(model_class, "_is_stateful", False):
+        text = f"{settings.model_type}: its layers keep a recurrent state, which is not KV"
+        raise UnsupportedModel(text)
     return model_class
 
 
