@@ -31,6 +31,7 @@ BOTH = ("nixl", "loopback")
             ("rdma",),
             "wire versions: 1-1 against 2-3; transports: nixl, loopback against rdma",
         ),
+        (replace(LAYOUT, state_positions=5), BOTH, "state_positions: 0 against 5"),
         (None, BOTH, "KV layout: one against none"),
     ],
 )

@@ -175,17 +175,18 @@ class Sealer:
 
 def layout_fingerprint(layout: KvLayout) -> bytes:
     """8 bytes over the fields of a layout that two workers must have in common."""
-    text = "|".join(
-        str(value)
-        for value in (
-            layout.model_digest,
-            layout.dtype,
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.key_size,
-            layout.value_size,
-        )
+    values: tuple[str | int, ...] = (
+        layout.model_digest,
+        layout.dtype,
+        layout.num_layers,
+        layout.num_kv_heads,
+        layout.key_size,
+        layout.value_size,
     )
+    if layout.state_positions:
+        # Left out where there are none: workers of older versions do not know them.
+        values = (*values, layout.state_positions)
+    text = "|".join(map(str, values))
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 

@@ -722,6 +722,7 @@ class KvLayout(_message.Message):
     VALUE_SIZE_FIELD_NUMBER: _builtins.int
     MIN_WIRE_VERSION_FIELD_NUMBER: _builtins.int
     MAX_WIRE_VERSION_FIELD_NUMBER: _builtins.int
+    STATE_POSITIONS_FIELD_NUMBER: _builtins.int
     model_digest: _builtins.str
     """Digest of the model that makes this KV, hex."""
     dtype: _builtins.str
@@ -738,6 +739,8 @@ class KvLayout(_message.Message):
     """Oldest wire version understood."""
     max_wire_version: _builtins.int
     """Newest wire version understood."""
+    state_positions: _builtins.int
+    """Positions' rows that one sequence's recurrent state takes; they come behind its positions. 0: no state."""
     def __init__(
         self,
         *,
@@ -749,10 +752,11 @@ class KvLayout(_message.Message):
         value_size: _builtins.int = ...,
         min_wire_version: _builtins.int = ...,
         max_wire_version: _builtins.int = ...,
+        state_positions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key_size", b"key_size", "max_wire_version", b"max_wire_version", "min_wire_version", b"min_wire_version", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "value_size", b"value_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "key_size", b"key_size", "max_wire_version", b"max_wire_version", "min_wire_version", b"min_wire_version", "model_digest", b"model_digest", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "state_positions", b"state_positions", "value_size", b"value_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

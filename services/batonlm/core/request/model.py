@@ -49,6 +49,10 @@ class KvLayout:
     key_size: int
     value_size: int
     """0 where a value is the start of its key, as of latents, so that keys alone are kept."""
+    state_positions: int = 0
+    """As many positions' rows as one sequence's state takes: what recurrent layers keep of all that
+    came before, in place of KV of each position. 0: the model has none. The state lies in blocks of
+    its own at the front of a sequence's table, and behind the last position on the wire."""
     min_wire_version: int = field(default_factory=lambda: OLDEST_WIRE_VERSION)
     max_wire_version: int = field(default_factory=lambda: WIRE_VERSION)
 
@@ -56,6 +60,18 @@ class KvLayout:
     def bytes_per_position(self) -> int:
         rows = row_bytes(self.dtype, self.key_size) + row_bytes(self.dtype, self.value_size)
         return self.num_layers * self.num_kv_heads * rows
+
+    def state_blocks(self, block_size: int) -> int:
+        """Blocks at the front of a table that hold the state."""
+        return -(-self.state_positions // block_size)
+
+    def place(self, position: int, num_positions: int, block_size: int) -> int:
+        """Where the table of a sequence has a position of its hand-over, counted in positions from
+        the table's first block on. The hand-over has num_positions of KV, and the state's behind
+        them."""
+        if position >= num_positions:
+            return position - num_positions
+        return self.state_blocks(block_size) * block_size + position
 
     def common_wire_version(self, other: KvLayout) -> int:
         """Returns the newest version that both support. `difference` must be empty."""

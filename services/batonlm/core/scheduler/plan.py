@@ -64,7 +64,9 @@ class Chunk(NamedTuple):
     """The inputs at positions first_position, first_position + 1, …"""
     first_position: int
     extents: Extents
-    """Of all positions up to the last one."""
+    """Of the whole table: the blocks of the state, where the model has one, then those of all
+    positions up to the last one. The chunk finds the state as it is behind first_position, where
+    0 means that there is none yet whatever lies there, and leaves the one behind end_position."""
     samples: tuple[SampleRow, ...] = ()
     """Empty unless the last position's logits are needed; a prompt with n choices has n."""
     scored: Scored | None = None
@@ -282,6 +284,9 @@ class ModelRunner(Protocol):
 
     def pack(self, extents: Extents, first_position: int, count: int, out: KvPayload) -> None:
         """Writes KV of `count` positions from first_position into `out` in the wire layout.
+
+        first_position counts from the start of the extents, where the state lies if the model has
+        one (`KvLayout.place`).
 
         `out` has exactly count * layout.bytes_per_position bytes, in memory of the host or in the
         runner's own staging memory. The step that wrote these
