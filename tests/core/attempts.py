@@ -5,15 +5,15 @@ The runner fails on an input that ends with EOS; no sequence goes on behind a sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
-from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.kvcache.block_pool import BlockPool, Extents
 from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.core.request.request import SamplingParams, StopParams
 from batonlm.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
 from batonlm.core.scheduler.loop import EngineLoop
-from batonlm.core.scheduler.plan import StepPlan, StepResult
+from batonlm.core.scheduler.plan import ModelRunner, StepPlan, StepResult
 from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.testing.fake_runner import FakeRunner
@@ -63,6 +63,7 @@ def runner(
     num_swap_blocks: tuple[int, int] = (0, 0),
     lost_swap_blocks: Iterable[int] = (),
     depth: int = 1,
+    state_positions: int = 0,
 ) -> FakeRunner:
     return FakeRunner(
         num_blocks,
@@ -76,19 +77,24 @@ def runner(
         num_swap_blocks=num_swap_blocks,
         lost_swap_blocks=lost_swap_blocks,
         depth=depth,
+        state_positions=state_positions,
     )
+
+
+def pool_of(engine: ModelRunner) -> BlockPool:
+    state_positions = engine.layout.state_positions
+    return BlockPool(engine.num_blocks, engine.block_size, state_positions=state_positions)
 
 
 def prefill_loop(
-    num_blocks: int = 64, policy: SchedulerPolicy | None = None, *, eos_every: int = 0
+    num_blocks: int = 64,
+    policy: SchedulerPolicy | None = None,
+    *,
+    eos_every: int = 0,
+    state_positions: int = 0,
 ) -> EngineLoop:
-    engine = runner(num_blocks, eos_every=eos_every)
-    scheduler = Scheduler(
-        BlockPool(num_blocks, BLOCK_SIZE),
-        policy or PREFILL,
-        engine.model,
-    )
-    return EngineLoop(engine, scheduler)
+    engine = runner(num_blocks, eos_every=eos_every, state_positions=state_positions)
+    return EngineLoop(engine, Scheduler(pool_of(engine), policy or PREFILL, engine.model))
 
 
 def decode_loop(
@@ -100,6 +106,7 @@ def decode_loop(
     lost_swap_blocks: Iterable[int] = (),
     depth: int = 1,
     delay_steps: int | None = None,
+    state_positions: int = 0,
 ) -> EngineLoop:
     """depth: how many steps are in flight; with more than one they are planned ahead. delay_steps:
     of the runner, by default as late as that allows."""
@@ -110,9 +117,10 @@ def decode_loop(
         lost_swap_blocks=lost_swap_blocks,
         depth=depth,
         delay_steps=depth - 1 if delay_steps is None else delay_steps,
+        state_positions=state_positions,
     )
     scheduler = Scheduler(
-        BlockPool(num_blocks, BLOCK_SIZE),
+        pool_of(engine),
         policy or SchedulerPolicy(headroom=8),
         engine.model,
         num_swap_blocks=num_swap_blocks,
@@ -165,39 +173,64 @@ class Outputs:
 
 
 @cache
-def expected(one: Attempt, eos_every: int = 0) -> dict[int, list[int]]:
+def expected(one: Attempt, eos_every: int = 0, state_positions: int = 0) -> dict[int, list[int]]:
     """What each choice of an attempt must say: run alone, in a large pool, undisturbed."""
-    loop = decode_loop(256, SchedulerPolicy(), eos_every=eos_every)
+    loop = decode_loop(256, SchedulerPolicy(), eos_every=eos_every, state_positions=state_positions)
     loop.scheduler.add(one, 0.0)
     return Outputs().take(run_out(loop)).of(one)
 
 
+Kv = tuple[bytes, bytes]
+"""KV of positions, and the state behind them, which may be empty."""
+
+
+def _ranges(engine: ModelRunner, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """(place in the table, count) of positions from the first on, and of the state."""
+    layout = engine.layout
+    for start, count in ((first, end - first), (end, layout.state_positions)):
+        yield layout.place(start, end, engine.block_size), count
+
+
+def packed(engine: ModelRunner, extents: Extents, first: int, end: int) -> Kv:
+    """What a hand-over brings of a sequence that has `end` positions, from the first needed on."""
+    parts = []
+    for place, count in _ranges(engine, first, end):
+        part = bytearray(count * engine.layout.bytes_per_position)
+        if part:
+            engine.pack(extents, place, count, memoryview(part))
+        parts.append(bytes(part))
+    return parts[0], parts[1]
+
+
+def unpacked(engine: ModelRunner, extents: Extents, first: int, end: int, kv: Kv) -> None:
+    """The inverse of `packed`."""
+    for (place, count), part in zip(_ranges(engine, first, end), kv, strict=True):
+        if part:
+            engine.unpack(extents, place, count, memoryview(part))
+
+
 @cache
-def handed_over(one: Attempt, eos_every: int = 0) -> tuple[FirstTokens, bytes]:
+def handed_over(
+    one: Attempt, eos_every: int = 0, state_positions: int = 0
+) -> tuple[FirstTokens, Kv]:
     """What a prefill worker gives for an attempt: token 0 and the KV of every position."""
-    loop = prefill_loop(256, eos_every=eos_every)
+    loop = prefill_loop(256, eos_every=eos_every, state_positions=state_positions)
     loop.scheduler.add(one, 0.0, keep=True)
     events = loop.step(1.0)
     (planned,) = [e for e in events if isinstance(e, Planned)]
     (first,) = [e for e in events if isinstance(e, FirstTokens)]
-    count = len(one.token_ids)
-    payload = bytearray(count * loop.runner.layout.bytes_per_position)
-    loop.runner.pack(planned.extents, 0, count, memoryview(payload))
-    return first, bytes(payload)
+    return first, packed(loop.runner, planned.extents, 0, len(one.token_ids))
 
 
-def fill_in(loop: EngineLoop, one: Attempt, from_position: int, kv: bytes) -> None:
+def fill_in(loop: EngineLoop, one: Attempt, from_position: int, kv: Kv) -> None:
     """Puts a given KV into the blocks of a reserved attempt, from a position on."""
-    count = len(one.token_ids)
-    whole = runner(-(-count // BLOCK_SIZE))
-    extents = ((0, whole.num_blocks),)
-    whole.unpack(extents, 0, count, memoryview(kv))
-    wanted = bytearray((count - from_position) * whole.layout.bytes_per_position)
-    if not wanted:
-        return
-    whole.pack(extents, from_position, count - from_position, memoryview(wanted))
-    target = loop.scheduler.extents(one.key)
-    loop.runner.unpack(target, from_position, count - from_position, memoryview(wanted))
+    count, state_positions = len(one.token_ids), loop.runner.layout.state_positions
+    num_blocks = -(-count // BLOCK_SIZE) - (-state_positions // BLOCK_SIZE)
+    whole = runner(num_blocks, state_positions=state_positions)
+    extents = ((0, num_blocks),)
+    unpacked(whole, extents, 0, count, kv)
+    wanted = packed(whole, extents, from_position, count)
+    unpacked(loop.runner, loop.scheduler.extents(one.key), from_position, count, wanted)
 
 
 def started(events: list[Event]) -> list[KvComplete]:

@@ -37,10 +37,12 @@ _BLOCKED = 0
 
 
 class Size(NamedTuple):
-    """What is explored: inputs of so many positions, each a KV chunk, rings of so many buffers."""
+    """What is explored: inputs of so many positions, and states of so many, each a KV chunk, rings
+    of so many buffers."""
 
     num_positions: int = 3
     num_buffers: int = 2
+    state_positions: int = 0
 
 
 FULL_SIZE = Size()
@@ -64,7 +66,7 @@ class Known:
         self.rings: Ids[Rings] = Ids()
         self._uses: Ids[tuple[BufferUse, ...]] = Ids()
         self.begin = (
-            self.locals[begin(size.num_positions)],
+            self.locals[begin(size.num_positions, size.state_positions)],
             self.rings[shared.fresh(size.num_buffers)],
         )
         move = partial(one.moves, num_buffers=size.num_buffers, mutation=mutation)

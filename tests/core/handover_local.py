@@ -54,7 +54,7 @@ class Handover:
 
     def frozen(self) -> Local:
         """Checked, and without what makes no difference any more."""
-        positions = self.sender.num_positions
+        positions, state_positions = self.sender.num_positions, self.sender.state_positions
         now = Local(
             of_side(self.sender),
             of_side(self.receiver),
@@ -74,14 +74,19 @@ class Handover:
         )
         check(now, self.sender.state, self.receiver.state)
         if self.sender.ended:
-            over = of_side(SenderSide(positions, self.sender.state))
+            over = of_side(
+                SenderSide(positions, self.sender.state, state_positions=state_positions)
+            )
             now = now._replace(sender=over, to_sender=(), computed=positions)
         if self.receiver.ended:
-            over = of_side(ReceiverSide(positions, PER_KV_CHUNK, self.receiver.state))
+            side = ReceiverSide(
+                positions, PER_KV_CHUNK, self.receiver.state, state_positions=state_positions
+            )
+            over = of_side(side)
             now = now._replace(receiver=over, to_receiver=())
             if not self.landing:
                 all_in = self.receiver.state is ReceiverState.COMPLETED
-                unpacked = tuple(range(positions)) if all_in else ()
+                unpacked = tuple(range(self.receiver.end_position)) if all_in else ()
                 now = now._replace(unpacked=unpacked, cached=0)
         # Whether a stream is whole matters to who still hears from it what was sent before its end.
         deaf_sender = self.sender.ended or (self.receiver.ended and not self.to_sender)
@@ -120,7 +125,8 @@ class Handover:
         if self.sender.state is SenderState.OPENED and self.computed >= 0:
             self.sender.announced()
             self._tell_receiver("announced")
-        if self.sender.advanced(self.computed):
+        early = self.mutation is Mutation.FINISH_EARLY and self.computed > 0
+        if self.sender.advanced(self.computed + early):
             self._tell_receiver("finished", self.sender.finished)
         if self.sender.wants_tokens and self.computed == self.sender.num_positions:
             self.sender.tokens()

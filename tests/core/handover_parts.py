@@ -33,6 +33,7 @@ class Mutation(Enum):
     FREE_WHILE_PACKING = auto()
     KEEP_BUFFERS_AT_THE_END = auto()
     CONFIRM_BEFORE_UNPACKING = auto()
+    FINISH_EARLY = auto()
 
 
 class Life(Enum):
@@ -103,8 +104,9 @@ class Broken(AssertionError):
     """A promise does not hold."""
 
 
-def begin(num_positions: int) -> Local:
-    sender, receiver = SenderSide(num_positions), ReceiverSide(num_positions, PER_KV_CHUNK)
+def begin(num_positions: int, state_positions: int) -> Local:
+    sender = SenderSide(num_positions, state_positions=state_positions)
+    receiver = ReceiverSide(num_positions, PER_KV_CHUNK, state_positions=state_positions)
     return Local(of_side(sender), of_side(receiver))
 
 
@@ -125,14 +127,18 @@ def check(local: Local, sender: State, receiver: State) -> None:
     Raises Broken.
     """
     unpacked, computed, cached = local.unpacked, local.computed, local.cached
+    num_positions = local.sender[0]
+    end = num_positions + local.sender[-1]
     if unpacked:
         if len(set(unpacked)) != len(unpacked):
             raise Broken("a position was unpacked twice")
-        if unpacked[0] < cached or unpacked[-1] >= computed:
+        # A state is that of whatever was computed last.
+        there = end if computed == num_positions else computed
+        if unpacked[0] < cached or unpacked[-1] >= there:
             raise Broken("a position was unpacked that was not computed, or was there already")
     completed = receiver is ReceiverState.COMPLETED
     if completed:
-        if unpacked != tuple(range(cached, local.sender[0])):
+        if unpacked != tuple(range(cached, end)):
             raise Broken("a hand-over is complete and lacks KV")
         if local.landing:
             raise Broken("a hand-over is complete and a KV chunk is still landing")

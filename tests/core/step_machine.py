@@ -25,6 +25,9 @@ EOS_EVERY = 12
 NUM_BLOCKS = 24
 MOST_IN_FLIGHT = 2
 
+STATES = st.sampled_from([0, 6])
+"""Positions that a model's state takes: none, or a block and a half."""
+
 DRAWN = st.builds(
     attempt,
     size=st.integers(1, 30),

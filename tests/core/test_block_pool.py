@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, InvariantBroken, blocks_for
+from batonlm.core.kvcache.block_pool import (
+    BlockCopy,
+    BlockPool,
+    BlockTable,
+    InvariantBroken,
+    blocks_for,
+)
 from tests.core.chains import chain_of
 
 SIZE = 4
@@ -197,13 +203,12 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     pool = BlockPool(16, SIZE)
     parent = allocated(pool, 3)
     child = pool.fork(parent, 10, 4)
-    assert child is not None and child.copy is not None
+    assert child is not None
     assert child.blocks[:2] == parent.blocks[:2]
     assert not set(child.blocks[2:]) & set(parent.blocks)
-    assert (child.copy.source, child.copy.target) == (parent.blocks[2], child.blocks[2])
-    assert child.copy.num_positions == 2
+    assert child.copies == (BlockCopy(parent.blocks[2], child.blocks[2], 2),)
     aligned = pool.fork(parent, 8, 3)
-    assert aligned is not None and aligned.copy is None
+    assert aligned is not None and not aligned.copies
     assert pool.fork(parent, 10, 16) is None
     with pytest.raises(ValueError):
         pool.fork(parent, 10, 2)
@@ -218,9 +223,9 @@ def test_the_source_of_a_copy_outlives_its_table_until_the_copying_step_is_done(
     source = parent.blocks[0]
     pool.release(parent)
     assert pool.num_free == 2
-    copy = pool.claim_copy(child)
-    assert copy is not None and copy.source == source
-    assert pool.claim_copy(child) is None
+    (copy,) = pool.claim_copies(child)
+    assert copy.source == source
+    assert not pool.claim_copies(child)
     pool.launched(1)
     assert pool.num_free == 2
     pool.completed(1)
@@ -237,6 +242,41 @@ def test_a_fork_that_is_released_needs_no_copy() -> None:
     pool.release(parent)
     assert pool.num_free == 4
     pool.check()
+
+
+def test_a_fork_has_a_state_of_its_own_in_front_of_what_it_shares() -> None:
+    pool = BlockPool(16, SIZE, state_positions=SIZE + 1)
+    parent = pool.allocate(pool.blocks_for(10))
+    assert parent is not None and len(parent.blocks) == 5 and pool.room(parent) == 12
+    child = pool.fork(parent, 10, 5)
+    assert child is not None
+    assert child.blocks[2:4] == parent.blocks[2:4]
+    assert not {*child.blocks[:2], child.blocks[4]} & {*parent.blocks}
+    assert [*child.copies] == [
+        BlockCopy(parent.blocks[i], child.blocks[i], count)
+        for i, count in ((0, SIZE), (1, 1), (4, 2))
+    ]
+    pool.release(parent)
+    pool.check()
+    pool.release(child)
+    assert pool.num_free == 16
+
+
+def test_a_prefix_is_not_found_where_tables_have_a_state() -> None:
+    pool = BlockPool(16, SIZE, state_positions=1)
+    chain = chain_of(list(range(8)), SIZE)
+    for _ in range(2):
+        table = pool.allocate(3, chain, 2)
+        assert table is not None and not table.num_cached
+        pool.publish(table, chain, 2)
+        pool.release(table)
+    pool.check()
+
+
+def test_a_pool_holds_more_than_a_state() -> None:
+    assert BlockPool(4, SIZE, state_positions=3 * SIZE).num_positions == SIZE
+    with pytest.raises(ValueError, match="state"):
+        BlockPool(4, SIZE, state_positions=3 * SIZE + 1)
 
 
 def test_check_notices_broken_books() -> None:

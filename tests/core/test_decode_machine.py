@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.scheduler.events import AttemptFailed, Event, Held
 from batonlm.core.scheduler.loop import EngineLoop
@@ -22,9 +21,12 @@ from tests.core.attempts import (
     expected,
     fill_in,
     handed_over,
+    packed,
+    pool_of,
     runner,
+    unpacked,
 )
-from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
+from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, STATES, StepMachine
 
 MOST_SEQUENCES = 8
 
@@ -36,9 +38,13 @@ class DecodeMachine(StepMachine):
         headroom=st.sampled_from([1, 6, 20]),
         prefill_budget=st.sampled_from([4, 10, 64]),
         swap=st.sampled_from([(0, 0), (64, 0), (9, 12), (0, 30)]),
+        state_positions=STATES,
     )
-    def begin(self, headroom: int, prefill_budget: int, swap: tuple[int, int]) -> None:
+    def begin(
+        self, headroom: int, prefill_budget: int, swap: tuple[int, int], state_positions: int
+    ) -> None:
         self.begin_steps()
+        self.state_positions = state_positions
         policy = SchedulerPolicy(
             max_sequences=MOST_SEQUENCES,
             token_budget=64,
@@ -46,14 +52,14 @@ class DecodeMachine(StepMachine):
             headroom=headroom,
         )
         engine = runner(
-            NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY, num_swap_blocks=swap, depth=2
-        )
-        scheduler = Scheduler(
-            BlockPool(NUM_BLOCKS, BLOCK_SIZE),
-            policy,
-            engine.model,
+            NUM_BLOCKS,
+            delay_steps=1,
+            eos_every=EOS_EVERY,
             num_swap_blocks=swap,
+            depth=2,
+            state_positions=state_positions,
         )
+        scheduler = Scheduler(pool_of(engine), policy, engine.model, num_swap_blocks=swap)
         self.loop = EngineLoop(engine, scheduler)
         self.prefill_budget = prefill_budget
         self.swap_blocks = sum(swap)
@@ -80,10 +86,13 @@ class DecodeMachine(StepMachine):
         self.outputs.take(events)
         for key, tokens in self.outputs.tokens.items():
             one = self.drawn[AttemptKey(key.request_id, key.attempt)]
-            assert expected(one, EOS_EVERY)[key.choice][: len(tokens)] == tokens
+            assert self.expected(one)[key.choice][: len(tokens)] == tokens
         for event in events:
             if isinstance(event, Held):
                 self.stopped(event)
+
+    def expected(self, one: Attempt) -> dict[int, list[int]]:
+        return expected(one, EOS_EVERY, self.state_positions)
 
     def stopped(self, event: Held) -> None:
         """All is told, and nothing more comes."""
@@ -99,7 +108,8 @@ class DecodeMachine(StepMachine):
     def fits(self, one: Attempt) -> bool:
         """Choices of a long input can be too many for this pool; that is tested elsewhere."""
         whole = -(-min(len(one.token_ids) + 20, MAX_MODEL_LEN) // BLOCK_SIZE)
-        return whole + (len(one.choices) - 1) * 6 <= NUM_BLOCKS
+        state = -(-self.state_positions // BLOCK_SIZE)
+        return whole + state + (len(one.choices) - 1) * (6 + state) <= NUM_BLOCKS
 
     @rule(
         one=DRAWN.filter(lambda one: one.choices == (0,) or len(one.token_ids) < 20),
@@ -180,11 +190,8 @@ class DecodeMachine(StepMachine):
     def move_one(self, key: SequenceKey) -> None:
         (next_one, position), held = self.moving.pop(key), self.held.pop(key)
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        count = held.num_positions - position
-        payload = bytearray(count * runner.layout.bytes_per_position)
-        if count:
-            runner.pack(held.extents, position, count, memoryview(payload))
-            runner.unpack(scheduler.extents(next_one.key), position, count, memoryview(payload))
+        kv = packed(runner, held.extents, position, held.num_positions)
+        unpacked(runner, scheduler.extents(next_one.key), position, held.num_positions, kv)
         (replacement,) = next_one.keys()
         self.outputs.tokens[replacement] = self.outputs.tokens[key][:-1]
         self.confirmed[replacement] = next_one.position
@@ -203,7 +210,7 @@ class DecodeMachine(StepMachine):
         if not any(key == (k.request_id, k.attempt) for k in self.wanted):
             return
         one = self.drawn[key]
-        first, kv = handed_over(one, EOS_EVERY)
+        first, kv = handed_over(one, EOS_EVERY, self.state_positions)
         fill_in(self.loop, replace(one, request_id=key.request_id), position, kv)
         tokens = [t._replace(key=t.key._replace(request_id=key.request_id)) for t in first.tokens]
         self.loop.scheduler.admit(key, tokens, self.now)
@@ -257,7 +264,7 @@ class DecodeMachine(StepMachine):
         assert sum(space.num_free) == self.swap_blocks, "swap blocks leaked"
         for wanted in self.wanted:
             one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
-            assert self.outputs.tokens[wanted] == expected(one, EOS_EVERY)[wanted.choice]
+            assert self.outputs.tokens[wanted] == self.expected(one)[wanted.choice]
 
 
 DecodeMachine.TestCase.settings = settings(PROFILE, max_examples=100)

@@ -159,6 +159,62 @@ def test_a_receiver_whose_buffers_hold_no_position_is_refused() -> None:
         SenderSide(10).opened(0)
 
 
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 40), st.integers(1, 12))
+def test_a_state_follows_the_last_position_in_kv_chunks_of_its_own(
+    num_positions: int, cached: int, state_positions: int, per_kv_chunk: int
+) -> None:
+    """And a receiver that credits what it sees finished credits all of them, and no more."""
+    sender = SenderSide(num_positions, state_positions=state_positions)
+    receiver = ReceiverSide(num_positions, per_kv_chunk, state_positions=state_positions)
+    cached = min(cached, num_positions)
+    sender.opened(per_kv_chunk)
+    sender.announced()
+    sender.granted(cached)
+    receiver.announced(num_positions)
+    receiver.granted(cached)
+    assert sender.advanced(num_positions)
+    receiver.advanced(sender.finished)
+    while receiver.wants_credit:
+        receiver.credited()
+        sender.credited(1)
+    runs = []
+    while (run := sender.next_chunk()) is not None:
+        receiver.arriving(run)
+        runs.append(run)
+    assert [
+        p for r in runs for p in range(r.first_position, r.first_position + r.num_positions)
+    ] == [*range(cached, num_positions + state_positions)]
+    assert not any(
+        r.first_position < num_positions < r.first_position + r.num_positions for r in runs
+    )
+    for run in runs:
+        assert not sender.wants_tokens
+        sender.sent(run.index)
+        receiver.landed(run.index)
+    assert sender.wants_tokens and receiver.credits == sender.credits == 0
+    receiver.tokens()
+    assert receiver.all_in
+
+
+def test_positions_of_an_input_and_of_its_state_in_one_kv_chunk_are_refused() -> None:
+    side = ReceiverSide(10, 8, state_positions=4)
+    side.announced(10)
+    side.granted(6)
+    side.advanced(14)
+    side.credited()
+    with pytest.raises(HandoverFailed, match="not finished"):
+        side.arriving(KvChunkRange(0, 6, 8))
+    side.arriving(KvChunkRange(0, 6, 4))
+
+
+def test_a_grant_inside_the_state_is_refused() -> None:
+    side = SenderSide(10, state_positions=4)
+    side.opened(4)
+    side.announced()
+    with pytest.raises(HandoverFailed):
+        side.granted(11)
+
+
 def test_token_0_is_the_senders_last_word() -> None:
     side = giving(num_positions=4)
     side.advanced(4)

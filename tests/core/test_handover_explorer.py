@@ -7,24 +7,29 @@ import numpy as np
 import pytest
 
 from batonlm.core.handover.table import ReceiverState, SenderState
-from tests.core.handover_known import Known, Size
+from tests.core.handover_known import FULL_SIZE, Known, Size
 from tests.core.handover_parts import Broken, Mutation
 from tests.core.handover_world import Explorer
 
 COMPLETED = (SenderState.COMPLETED.value, ReceiverState.COMPLETED.value)
 SMALL = Size(num_positions=2)
+WITH_STATE = Size(num_positions=2, state_positions=1)
 
 
-def test_without_faults_both_hand_overs_complete() -> None:
-    explorer = Explorer(Known(), max_faults=0)
+@pytest.mark.parametrize("size", [FULL_SIZE, WITH_STATE], ids=["KV", "KV and state"])
+def test_without_faults_both_hand_overs_complete(size: Size) -> None:
+    explorer = Explorer(Known(size=size), max_faults=0)
     explorer.run()
     assert explorer.states > 10_000
     assert explorer.ends == {frozenset({COMPLETED})}
 
 
 @pytest.mark.deep
-def test_with_two_faults_every_promise_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    explorer = Explorer(Known(), max_faults=2)
+@pytest.mark.parametrize("size", [FULL_SIZE, WITH_STATE], ids=["KV", "KV and state"])
+def test_with_two_faults_every_promise_holds(
+    size: Size, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explorer = Explorer(Known(size=size), max_faults=2)
     explorer.run()
     with capsys.disabled():
         print(f"\n{explorer.states:,} states, {explorer.transitions:,} transitions")
@@ -37,6 +42,11 @@ def test_with_two_faults_every_promise_holds(capsys: pytest.CaptureFixture[str])
 def test_what_is_wrong_on_purpose_is_found(mutation: Mutation) -> None:
     with pytest.raises(Broken):
         Explorer(Known(mutation), max_faults=1).run()
+
+
+def test_a_state_that_is_given_before_its_input_is_computed_is_found() -> None:
+    with pytest.raises(Broken, match="not computed"):
+        Explorer(Known(Mutation.FINISH_EARLY, WITH_STATE), max_faults=0).run()
 
 
 def test_nothing_is_missed_by_exploring_one_of_those_that_differ_in_names() -> None:

@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, blocks_for
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable
 from batonlm.core.kvcache.prefix import PrefixChain
 from tests.core.chains import chain_of
+from tests.core.step_machine import STATES
 from tests.depth import examples
 
 SIZE = 4
@@ -39,13 +40,27 @@ class Flight:
 class PoolMachine(RuleBasedStateMachine):
     """Steps write into a model of memory; whoever reads a block must find its own tokens there."""
 
-    @initialize(num_blocks=st.integers(4, 24))
-    def begin(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE)
+    @initialize(num_blocks=st.integers(4, 24), state_positions=STATES)
+    def begin(self, num_blocks: int, state_positions: int) -> None:
+        self.pool = BlockPool(num_blocks, SIZE, state_positions=state_positions)
+        self.state_positions = state_positions
         self.memory: dict[tuple[int, int], tuple[bytes, int, int]] = {}
         self.held: list[Held] = []
         self.flights: deque[Flight] = deque()
         self.step = 0
+
+    def place(self, held: Held, position: int) -> tuple[int, int]:
+        """(block, place in it) of a position."""
+        block, offset = divmod(position, SIZE)
+        return held.table.blocks[self.pool.state_blocks + block], offset
+
+    def state_of(self, held: Held) -> dict[tuple[int, int], tuple[bytes, int, int]]:
+        """What memory must hold of its state: by (block, place in it)."""
+        about = hash((held.salt, *held.tokens[: held.written]))
+        return {
+            (held.table.blocks[i // SIZE], i % SIZE): (b"state", i, about)
+            for i in range(self.state_positions)
+        }
 
     def new_blocks_are_free(self, blocks: list[int]) -> None:
         owned = {block for held in self.held for block in held.table.blocks}
@@ -62,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, family: int, size: int, salt: bytes, room: int) -> None:
         tokens = [family * 100 + i for i in range(size)]
         chain = chain_of(tokens, SIZE, salt)
-        wanted = blocks_for(size, SIZE)
+        wanted = self.pool.blocks_for(size)
         free = self.pool.num_free
         table = self.pool.allocate(wanted, chain, (size - 1) // SIZE, room=room)
         if table is None:
@@ -70,21 +85,23 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.new_blocks_are_free(table.blocks[table.num_cached :])
         assert table.num_cached * SIZE < size
+        assert not (table.num_cached and self.state_positions)
         self.held.append(Held(table, tokens, chain, salt, table.num_cached * SIZE))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from(self.held))
-        if parent.written == 0 or parent.table.copy is not None:
+        if parent.written == 0 or parent.table.copies:
             return
-        position, wanted = parent.written, blocks_for(parent.written + 1, SIZE)
+        position, wanted = parent.written, self.pool.blocks_for(parent.written + 1)
         free = self.pool.num_free
         table = self.pool.fork(parent.table, position, wanted, data.draw(st.integers(0, 5)))
         if table is None:
             assert wanted - position // SIZE > free == self.pool.num_free
             return
-        self.new_blocks_are_free(table.blocks[position // SIZE :])
+        state = self.pool.state_blocks
+        self.new_blocks_are_free([*table.blocks[:state], *table.blocks[state + position // SIZE :]])
         tokens, chain = (
             parent.tokens[:position],
             chain_of(parent.tokens[:position], SIZE, parent.salt),
@@ -95,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(0, 2))
     def append(self, data: st.DataObject, token: int) -> None:
         held = data.draw(st.sampled_from(self.held))
-        if len(held.tokens) == len(held.table.blocks) * SIZE:
+        if len(held.tokens) == self.pool.room(held.table):
             free = self.pool.num_free
             if not self.pool.grow(held.table):
                 assert free == 0
@@ -108,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        copies = [copy for held in self.held if (copy := self.pool.claim_copy(held.table))]
+        copies = [copy for held in self.held for copy in self.pool.claim_copies(held.table)]
         for copy in copies:
             for offset in range(copy.num_positions):
                 self.memory[copy.target, offset] = self.memory[copy.source, offset]
@@ -117,12 +134,12 @@ class PoolMachine(RuleBasedStateMachine):
         flight = Flight(self.step, touched | {copy.source for copy in copies})
         for held in self.held:
             for position in range(held.written, len(held.tokens)):
-                block = held.table.blocks[position // SIZE]
                 written = (held.salt, position, held.tokens[position])
-                self.memory[block, position % SIZE] = written
+                self.memory[self.place(held, position)] = written
             held.written = len(held.tokens)
             held.in_flight += 1
             flight.wrote.append((held, held.written))
+            self.memory |= self.state_of(held)
         self.pool.launched(self.step)
         self.flights.append(flight)
 
@@ -147,18 +164,20 @@ class PoolMachine(RuleBasedStateMachine):
     def memory_holds_what_tables_say(self) -> None:
         for held in self.held:
             safe = held.written
-            if held.table.copy is not None:
+            if held.table.copies:
                 safe = safe // SIZE * SIZE
             for position in range(safe):
-                found = self.memory[held.table.blocks[position // SIZE], position % SIZE]
+                found = self.memory[self.place(held, position)]
                 assert found == (held.salt, position, held.tokens[position])
+            if held.written and not held.table.copies:
+                assert self.state_of(held).items() <= self.memory.items()
 
     @invariant()
     def books_agree(self) -> None:
         self.pool.check()
         assert self.pool.num_tables == len(self.held)
         owned = {block for held in self.held for block in held.table.blocks}
-        if not self.flights and all(held.table.copy is None for held in self.held):
+        if not self.flights and not any(held.table.copies for held in self.held):
             assert self.pool.num_free == self.pool.num_blocks - len(owned)
 
     def teardown(self) -> None:

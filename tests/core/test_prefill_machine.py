@@ -7,22 +7,25 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from batonlm.core.kvcache.block_pool import BlockPool, Extents
+from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.attempt import Attempt, AttemptKey
 from batonlm.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.policy import PREFILL, first_come, shortest_remaining
 from batonlm.core.scheduler.scheduler import Scheduler
-from tests.core.attempts import BLOCK_SIZE, expected, handed_over, runner
-from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, StepMachine
+from tests.core.attempts import expected, handed_over, packed, pool_of, runner
+from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, STATES, StepMachine
 
 
 class PrefillMachine(StepMachine):
     loop: EngineLoop
 
-    @initialize(fcfs=st.booleans(), token_budget=st.sampled_from([4, 13, 64]))
-    def begin(self, fcfs: bool, token_budget: int) -> None:
+    @initialize(
+        fcfs=st.booleans(), token_budget=st.sampled_from([4, 13, 64]), state_positions=STATES
+    )
+    def begin(self, fcfs: bool, token_budget: int, state_positions: int) -> None:
         self.begin_steps()
+        self.state_positions = state_positions
         self.token_budget = token_budget
         policy = replace(
             PREFILL,
@@ -30,8 +33,10 @@ class PrefillMachine(StepMachine):
             batch_window_s=0.01,
             order=first_come if fcfs else shortest_remaining(10.0),
         )
-        engine = runner(NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY)
-        scheduler = Scheduler(BlockPool(NUM_BLOCKS, BLOCK_SIZE), policy, engine.model)
+        engine = runner(
+            NUM_BLOCKS, delay_steps=1, eos_every=EOS_EVERY, state_positions=state_positions
+        )
+        scheduler = Scheduler(pool_of(engine), policy, engine.model)
         scheduler.live_receivers = 2
         self.loop = EngineLoop(engine, scheduler)
         self.live: set[AttemptKey] = set()
@@ -91,7 +96,7 @@ class PrefillMachine(StepMachine):
         one = self.drawn[event.key]
         assert self.computed[event.key] == len(one.token_ids)
         self.live.discard(event.key)
-        wanted = expected(one, EOS_EVERY)
+        wanted = expected(one, EOS_EVERY, self.state_positions)
         assert {t.key.choice: list(t.token_ids) for t in event.tokens} == {
             choice: tokens[:1] for choice, tokens in wanted.items()
         }
@@ -99,10 +104,8 @@ class PrefillMachine(StepMachine):
             self.holds_kv(event.key, one)
 
     def holds_kv(self, key: AttemptKey, one: Attempt) -> None:
-        _, kv = handed_over(one, EOS_EVERY)
-        found = bytearray(len(kv))
-        self.loop.runner.pack(self.planned[key], 0, len(one.token_ids), memoryview(found))
-        assert found == kv
+        _, kv = handed_over(one, EOS_EVERY, self.state_positions)
+        assert packed(self.loop.runner, self.planned[key], 0, len(one.token_ids)) == kv
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):

@@ -274,7 +274,11 @@ def policy(max_sequences: int, step_tokens: int, *, beside: int = 0) -> Schedule
 def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
     """Returns a runner's loop with a new scheduler and an empty prefix cache."""
     scheduler = Scheduler(
-        BlockPool(runner.num_blocks, runner.block_size),
+        BlockPool(
+            runner.num_blocks,
+            runner.block_size,
+            state_positions=runner.layout.state_positions,
+        ),
         rules,
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,

@@ -99,7 +99,8 @@ HEADERS = {rule for rule in INJECTIONS.values() if rule.endswith("part=header")}
 def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken if a process has ended or does not answer."""
     settings = Settings(transport=args.transport, memory=args.memory, buffer_bytes=ALIGNMENT)
-    settings = replace(settings, positions=KV_CHUNKS * 15, chunk=15)
+    # The last KV chunk is a state.
+    settings = replace(settings, positions=(KV_CHUNKS - 1) * 15, state_positions=15, chunk=15)
     draw = random.Random(args.seed)
     injected: Counter[str] = Counter()
     detected: Counter[str] = Counter()
@@ -119,7 +120,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
             injected[name] += 1
             detected[name] += found
             again = world.hand_over(sender={"faults": ""}, receiver={"faults": ""})
-            retried += right(again, settings.positions)
+            retried += right(again, settings.moved)
             wrong += bad + again["wrong"]
         world.settle()
     results = [

@@ -61,8 +61,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
         memory=args.memory,
         buffer_bytes=256 << 10,
         layers=32,
-        positions=6 * 63,
-        chunk=2 * 63,
+        positions=2 * 63,
+        state_positions=4 * 63,
+        chunk=63,
     )
     with World(settings, draw, args.ucx_tls) as world:
         world.hand_over()
@@ -145,7 +146,7 @@ def _run(world: World, side: str, rule: str, tally: Tally, *, full: bool) -> Non
             tally.adjacent = min(tally.adjacent, state["guards"])
     if victim.alive:
         victim.ask("arm", faults="")
-    tally.served += right(world.hand_over(), world.settings.positions)
+    tally.served += right(world.hand_over(), world.settings.moved)
 
 
 def _thaw(victim: Peer, other: Peer, orphaned: int, tally: Tally) -> None:

@@ -58,6 +58,8 @@ class Settings:
     """128 bytes per position each."""
     positions: int = 90
     """Of the longest input."""
+    state_positions: int = 0
+    """Those of a state, behind the input's."""
     chunk: int = 30
     """Positions computed at a time."""
     heartbeat_s: float = 0.1
@@ -66,14 +68,19 @@ class Settings:
     """See `batonlm.transfer.stream.Liveness`."""
     faults: str = ""
 
+    @property
+    def moved(self) -> int:
+        """Positions that a hand-over moves."""
+        return self.positions + self.state_positions
+
 
 CANARY = 0xEE
 HEADS, HEAD_SIZE = 2, 8
 
 
-def layout(layers: int) -> KvLayout:
+def layout(layers: int, state_positions: int = 0) -> KvLayout:
     """Returns a layout with 128 bytes per position and layer."""
-    return KvLayout("ab" * 32, "float32", layers, HEADS, HEAD_SIZE, HEAD_SIZE)
+    return KvLayout("ab" * 32, "float32", layers, HEADS, HEAD_SIZE, HEAD_SIZE, state_positions)
 
 
 def kv_of(handover_id: bytes, position: int, size: int) -> bytes:
@@ -239,7 +246,8 @@ class Side(ABC):
     state, snapshot, late."""
 
     def __init__(self, role: str, settings: Settings) -> None:
-        self.settings, self.layout = settings, layout(settings.layers)
+        self.settings = settings
+        self.layout = layout(settings.layers, settings.state_positions)
         self.faults = FaultInjector(parse(settings.faults))
         make = device_memory if settings.memory == "device" else HostMemory
         self.guarded = Guarded(settings.num_buffers, settings.buffer_bytes, make)
@@ -393,7 +401,7 @@ class CollectingSide(Side):
             liveness=self.liveness,
             stats=self.stats,
         )
-        self.pool = Pool(self.settings.positions, self.layout.bytes_per_position)
+        self.pool = Pool(self.settings.moved, self.layout.bytes_per_position)
         self._blocks = b""
 
     def commands(self) -> dict[str, Do]:

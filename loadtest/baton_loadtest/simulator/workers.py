@@ -395,7 +395,7 @@ class SkippingScheduler(CountingScheduler):
             elif one.table is None or not pool.grow(one.table):
                 raise AssertionError("a step was not quiet")
             else:
-                one.settle(size)
+                one.settle(pool)
         for one in rows:
             one.advance(steps)
 

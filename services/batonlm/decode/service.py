@@ -25,7 +25,7 @@ from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Sequ
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
-from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload
+from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload, ModelRunner
 from batonlm.decode.sessions import RouterSession
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
@@ -355,9 +355,13 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
         async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
             # The reserved blocks do not move, and belong to this attempt until the receiver ends.
-            await self._engine.copy(
-                lambda runner: runner.unpack(extents, first_position, count, payload)
-            )
+            size = len(running.attempt.token_ids)
+
+            def copy(runner: ModelRunner) -> None:
+                place = runner.layout.place(first_position, size, runner.block_size)
+                runner.unpack(extents, place, count, payload)
+
+            await self._engine.copy(copy)
 
         deadline_s = running.attempt.remaining_s or DEFAULT_DEADLINE_S
         timeout_s = min(deadline_s, self._handover_timeout_s)
@@ -427,11 +431,14 @@ class DecodeService(AttemptService[DecodeAttempt]):
         async def pack(first_position: int, count: int, out: KvPayload) -> None:
             if key.choice not in running.choices:
                 raise Cancelled("cancelled")
+
+            def copy(runner: ModelRunner) -> None:
+                place = runner.layout.place(first_position, held.num_positions, runner.block_size)
+                runner.pack(held.extents, place, count, out)
+
             running.packing += 1
             try:
-                await self._engine.copy(
-                    lambda runner: runner.pack(held.extents, first_position, count, out)
-                )
+                await self._engine.copy(copy)
             finally:
                 running.packing -= 1
                 if not running.packing:

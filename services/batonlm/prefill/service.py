@@ -24,7 +24,7 @@ from batonlm.core.request.attempt import Attempt, AttemptKey
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from batonlm.core.scheduler.loop import EngineLoop
-from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload
+from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload, ModelRunner
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import tracing
@@ -250,16 +250,19 @@ class PrefillService(AttemptService[PrefillAttempt]):
         await self._engine.call(add)
 
     def _offer(self, running: PrefillAttempt, handover_id: bytes, decode_instance_id: str) -> None:
-        attempt = running.attempt
+        attempt, size = running.attempt, len(running.attempt.token_ids)
 
         async def pack(first_position: int, count: int, out: KvPayload) -> None:
             if running.over:
                 raise Cancelled("cancelled")
+
+            def copy(runner: ModelRunner) -> None:
+                place = runner.layout.place(first_position, size, runner.block_size)
+                runner.pack(running.extents, place, count, out)
+
             running.packing = True
             try:
-                await self._engine.copy(
-                    lambda runner: runner.pack(running.extents, first_position, count, out)
-                )
+                await self._engine.copy(copy)
             finally:
                 running.packing = False
                 if running.over:
@@ -268,7 +271,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         offer = self._sender.offer(
             handover_id,
             receiver_instance_id=decode_instance_id,
-            num_positions=len(attempt.token_ids),
+            num_positions=size,
             pack=pack,
             deadline_s=min(attempt.remaining_s or DEFAULT_DEADLINE_S, self._handover_timeout_s),
             about=named(attempt.request_id, running.span.context.trace_id),

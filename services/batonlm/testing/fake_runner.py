@@ -6,6 +6,10 @@ just as with a real model.
 
 Per position the key is (token id, position) as two little-endian int32, and the value is a running
 64-bit hash over the tokens so far: 16 bytes on the wire (`FakeMemory`).
+
+With `state_positions` it also keeps a state, as recurrent layers do: every chunk replaces all of it
+by a hash of it and the chunk's tokens, one after the other, and the next token depends on it, too.
+A state that is lost, stale, shared, or went through a token twice therefore changes the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from hashlib import blake2b
+from hashlib import blake2b, shake_128
 
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
@@ -122,6 +126,7 @@ class FakeRunner:
     poison_token_id: a chunk that ends with this token has invalid samples, as from NaN logits.
     wire_dtype: the dtype in its KV layout (auto: float32); the bytes do not depend on it.
     num_swap_blocks, depth: see ModelRunner. lost_swap_blocks: those that cannot be read back.
+    state_positions: see KvLayout.
     """
 
     def __init__(
@@ -143,10 +148,14 @@ class FakeRunner:
         name: str = "fake",
         tokenizer_digest: str = "",
         wire_dtype: str = "auto",
+        state_positions: int = 0,
     ):
         dtype = KV_DTYPES["float32" if wire_dtype == "auto" else wire_dtype]
         scale_bytes = row_bytes(dtype, 1) - DTYPE_BYTES[dtype]
-        digest = blake2b(f"{vocab_size} {eos_token_ids} {eos_every}".encode(), digest_size=16)
+        about = f"{vocab_size} {eos_token_ids} {eos_every}"
+        if state_positions:
+            about += f" {state_positions}"
+        digest = blake2b(about.encode(), digest_size=16)
         self._model = ModelDescription(
             name=name,
             digest=digest.hexdigest(),
@@ -162,7 +171,10 @@ class FakeRunner:
             num_kv_heads=1,
             key_size=(KEY_SIZE - scale_bytes) // DTYPE_BYTES[dtype],
             value_size=(VALUE_SIZE - scale_bytes) // DTYPE_BYTES[dtype],
+            state_positions=state_positions,
         )
+        self._first_place = self._layout.place(0, 1, block_size)
+        """Of position 0 in a table: behind the state."""
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._eos_every = eos_every
@@ -264,12 +276,13 @@ class FakeRunner:
         for chunk in plan.chunks:
             token_ids = self._known(chunk)
             self._write(chunk, token_ids)
+            states = self._advance(chunk, token_ids)
             if chunk.scored is not None:
-                scored.append(self._score(chunk))
+                scored.append(self._score(chunk, states))
             if chunk.samples and token_ids[-1] == self._poison:
                 failed += [(row.sequence_id, "logits are not numbers") for row in chunk.samples]
             elif chunk.samples:
-                seen = self._attend(chunk)
+                seen = self._attend(chunk, chunk.end_position, states[-1])
                 for row in chunk.samples:
                     token = self._draw(seen, row)
                     if token is None:
@@ -306,34 +319,49 @@ class FakeRunner:
         position, count = chunk.first_position, len(token_ids)
         state = b""
         if position:
-            state = self._memory.read(chunk.extents, position - 1, 1)[KEY_SIZE:]
+            state = self._memory.read(chunk.extents, self._first_place + position - 1, 1)[KEY_SIZE:]
         keys, values = [], []
         for offset, token_id in enumerate(token_ids):
             key = struct.pack("<ii", token_id, position + offset)
             state = blake2b(state + key, digest_size=VALUE_SIZE, key=b"state").digest()
             keys.append(key)
             values.append(state)
-        self._memory.write(chunk.extents, position, count, b"".join((*keys, *values)))
+        place = self._first_place + position
+        self._memory.write(chunk.extents, place, count, b"".join((*keys, *values)))
 
-    def _score(self, chunk: Chunk) -> ScoredTokens:
+    def _advance(self, chunk: Chunk, token_ids: Sequence[int]) -> list[bytes]:
+        """Returns the state behind each of the chunk's positions, and keeps the last one. Without
+        a state they are empty."""
+        size = self._layout.state_positions
+        if not size:
+            return [b""] * len(token_ids)
+        state = bytes(size * (KEY_SIZE + VALUE_SIZE))
+        if chunk.first_position:
+            state = self._memory.read(chunk.extents, 0, size)
+        states = []
+        for token_id in token_ids:
+            state = shake_128(state + struct.pack("<i", token_id)).digest(len(state))
+            states.append(state)
+        self._memory.write(chunk.extents, 0, size, state)
+        return states
+
+    def _score(self, chunk: Chunk, states: Sequence[bytes]) -> ScoredTokens:
         """Returns negative scores from a hash of all that each position can see and of the token
         after it. The alternatives are the ids from 0 on, with lower scores."""
         assert chunk.scored is not None
         tokens, num_top = chunk.scored
         own = []
-        for end, token in enumerate(tokens, chunk.first_position + 1):
-            seen = self._attend(
-                chunk._replace(token_ids=chunk.token_ids[: end - chunk.first_position])
-            )
+        for offset, token in enumerate(tokens):
+            seen = self._attend(chunk, chunk.first_position + offset + 1, states[offset])
             lot = blake2b(seen + struct.pack("<i", token), digest_size=2, key=b"score").digest()
             own.append(-int.from_bytes(lot) / 4096)
         alternatives = [-16.0 - i for i in range(num_top)] * len(tokens)
         logprobs = packed(num_top, own, [*range(num_top)] * len(tokens), alternatives)
         return ScoredTokens(chunk.sequence_id, chunk.first_position, logprobs)
 
-    def _attend(self, chunk: Chunk) -> bytes:
-        """Returns a hash of everything that the chunk's last position can see."""
-        everything = self._memory.read(chunk.extents, 0, chunk.end_position)
+    def _attend(self, chunk: Chunk, end: int, state: bytes) -> bytes:
+        """Returns a hash of everything that the position before `end` can see."""
+        everything = self._memory.read(chunk.extents, self._first_place, end) + state
         return blake2b(everything, digest_size=16, key=b"attend").digest()
 
     def _draw(self, seen: bytes, row: SampleRow) -> SampledToken | None:

@@ -142,7 +142,10 @@ class IncomingTransfer:
         )
         self._stream.joins = peer.handshake.several
         per_kv_chunk = positions_per_kv_chunk(receiver.buffer_bytes(peer), receiver.layout)
-        self.side = ReceiverSide(request.num_positions, per_kv_chunk)
+        state_positions = 0 if request.is_probe else receiver.layout.state_positions
+        self.side = ReceiverSide(
+            request.num_positions, per_kv_chunk, state_positions=state_positions
+        )
         self._wire_version = receiver.layout.common_wire_version(peer.layout)
         self._sealer = Sealer(
             request.handover_id,
@@ -288,7 +291,7 @@ class IncomingTransfer:
                 self._stats.record("announce_wait", self._opened_at)
             case "finished":
                 self.side.advanced(message.finished.num_positions)
-                if self.side.finished == self.side.num_positions:
+                if self.side.finished == self.side.end_position:
                     self._all_computed_at = now()
                     self._received_when_computed = self._received_bytes
             case "kv_chunk":
@@ -452,7 +455,8 @@ class KvReceiver:
     ) -> Collected:
         """Collects one hand-over.
 
-        On return all KV from `Collected.cached_positions` on is unpacked. When this raises or is
+        On return all KV from `Collected.cached_positions` on is unpacked, and the state that the
+        layout has: unpack is called for it as pack is (`KvSender.offer`). When this raises or is
         cancelled, unpack runs no more and what `reserve` holds is the caller's to free. Raises
         HandoverFailed (prefill again elsewhere), Overloaded (reserve had no room), Incompatible,
         Cancelled (the sender was), and what reserve and unpack raise.

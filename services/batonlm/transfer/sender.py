@@ -112,7 +112,7 @@ class PendingTransfer:
         sender: KvSender,
         handover_id: bytes,
         receiver_instance_id: str,
-        num_positions: int,
+        side: SenderSide,
         pack: Pack,
         is_probe: bool,
         about: Names,
@@ -125,7 +125,7 @@ class PendingTransfer:
         self.is_probe = is_probe
         """The receiver asked for made-up KV; no worker stands behind it."""
         self.made_at = now()
-        self.side = SenderSide(num_positions)
+        self.side = side
         self.on_granted: Callable[[], None] = lambda: None
         """Called once when the receiver has reserved its blocks."""
         self.granted: bool | None = None
@@ -142,6 +142,7 @@ class PendingTransfer:
 
     @property
     def num_positions(self) -> int:
+        """Of the input."""
         return self.side.num_positions
 
     def announce(self) -> None:
@@ -150,7 +151,8 @@ class PendingTransfer:
         self.changed.set()
 
     def advance(self, num_positions: int) -> None:
-        """KV of all positions below num_positions is computed and may be packed."""
+        """KV of all positions below num_positions is computed and may be packed; with the input's
+        last one, the state behind it, too."""
         self.finished = max(self.finished, num_positions)
         self.changed.set()
 
@@ -466,6 +468,9 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
     ) -> PendingTransfer:
         """Puts one input's KV on offer to one receiver, for at most deadline_s seconds.
 
+        pack: is called for positions of the input, and then, behind them, for those of the state
+        that the layout has (`KvLayout.place`), never for some of both.
+
         Raises InvalidArgument (an id that is malformed or was used), Overloaded.
         """
         if len(handover_id) != HANDOVER_ID_BYTES:
@@ -474,8 +479,11 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             raise InvalidArgument("was used before", field="handover_id")
         if len(self._offers) >= MAX_OFFERS:
             raise Overloaded("too many hand-overs are on offer")
+        # A probe's made-up KV has no state.
+        state_positions = 0 if is_probe else self.layout.state_positions
+        side = SenderSide(num_positions, state_positions=state_positions)
         offer = PendingTransfer(
-            self, handover_id, receiver_instance_id, num_positions, pack, is_probe, about
+            self, handover_id, receiver_instance_id, side, pack, is_probe, about
         )
         self._num_probes += is_probe
         self._offers[handover_id] = offer

@@ -592,7 +592,9 @@ class PositionsFinished(_message.Message):
 
     NUM_POSITIONS_FIELD_NUMBER: _builtins.int
     num_positions: _builtins.int
-    """All positions below this one are computed."""
+    """All positions below this one are computed. Those of the state, if there is one, come behind the input's last
+    one and are computed with it.
+    """
     def __init__(
         self,
         *,

@@ -153,7 +153,12 @@ def engine_loop(
 ) -> EngineLoop:
     """A runner with a scheduler and a pool of its own. report: called with every change of the
     prefix cache."""
-    pool = BlockPool(runner.num_blocks, runner.block_size, report)
+    pool = BlockPool(
+        runner.num_blocks,
+        runner.block_size,
+        report,
+        state_positions=runner.layout.state_positions,
+    )
     blocks = runner.num_swap_blocks
     return EngineLoop(runner, Scheduler(pool, policy, runner.model, num_swap_blocks=blocks))
 

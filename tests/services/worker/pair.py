@@ -59,8 +59,16 @@ POISON = 7
 class GatedRunner(FakeRunner):
     """Can be held before a step: `allow` lets that many steps through, `open` all."""
 
-    def __init__(self, block_size: int, num_blocks: int = NUM_BLOCKS) -> None:
-        super().__init__(num_blocks, block_size, eos_token_ids=(EOS,), poison_token_id=POISON)
+    def __init__(
+        self, block_size: int, num_blocks: int = NUM_BLOCKS, state_positions: int = 0
+    ) -> None:
+        super().__init__(
+            num_blocks,
+            block_size,
+            eos_token_ids=(EOS,),
+            poison_token_id=POISON,
+            state_positions=state_positions,
+        )
         self._steps = threading.Semaphore(0)
         self._open = threading.Event()
         self._open.set()
@@ -196,10 +204,11 @@ def attempt(
     )
 
 
-def reference(attempt: Attempt) -> dict[int, list[int]]:
+def reference(attempt: Attempt, state_positions: int = 0) -> dict[int, list[int]]:
     """Each choice's tokens from one undisturbed engine, all by itself."""
-    runner = FakeRunner(256, 8, eos_token_ids=(EOS,))
-    loop = EngineLoop(runner, Scheduler(BlockPool(256, 8), SchedulerPolicy(), runner.model))
+    runner = FakeRunner(512, 8, eos_token_ids=(EOS,), state_positions=state_positions)
+    pool = BlockPool(512, 8, state_positions=state_positions)
+    loop = EngineLoop(runner, Scheduler(pool, SchedulerPolicy(), runner.model))
     loop.scheduler.add(attempt, 0.0)
     made: dict[int, list[int]] = {choice: [] for choice in attempt.choices}
     while loop.scheduler.has_work:
@@ -227,6 +236,7 @@ async def pair(
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,
+    state_positions: int = 0,
     limits: Mapping[State, StateLimit] = LIMITS,
     tracer: Tracer = OFF,
 ) -> AsyncIterator[Pair]:
@@ -236,7 +246,9 @@ async def pair(
     """
     before = asyncio.all_tasks()
     async with AsyncExitStack() as ends:
-        prefill_runner, decode_runner = (GatedRunner(size, num_blocks) for size in block_sizes)
+        prefill_runner, decode_runner = (
+            GatedRunner(size, num_blocks, state_positions) for size in block_sizes
+        )
 
         def prefill_scheduler(pool: BlockPool) -> Scheduler:
             policy = replace(PREFILL, token_budget=CHUNK, batch_window_s=0.0)
@@ -338,7 +350,8 @@ async def _parts(
     deliver: Callable[[list[Event]], None],
     transport: str,
 ) -> tuple[BlockPool, EngineThread, Staging, WorkerIdentity]:
-    pool = BlockPool(runner.num_blocks, runner.block_size)
+    state_positions = runner.layout.state_positions
+    pool = BlockPool(runner.num_blocks, runner.block_size, state_positions=state_positions)
     engine: EngineThread = EngineThread(lambda: EngineLoop(runner, make_scheduler(pool)), deliver)
     await engine.start()
     ends.push_async_callback(engine.stop)

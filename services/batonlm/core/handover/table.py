@@ -20,6 +20,10 @@ Safety rests on three rules, and the tests explore every interleaving for them:
 - KV chunks follow each other without gap or overlap, so the counters below are the whole state.
 - After its end a side makes no KV chunk and gives no credit.
 
+What a model's layers keep as a state (`KvLayout.state_positions`) travels as so many positions
+more, behind those of the input. They are finished with the input's last one, because each step
+rewrites them, and no KV chunk has some of both, because they lie apart in a table.
+
 A Collect stream may overtake the offer it asks for. It then waits for `EARLY_STREAM_S`, before
 there is a hand-over at all; ids that ended are remembered and refused at once.
 """
@@ -167,17 +171,24 @@ class SenderSide:
     num_sent: int = 0
     """KV chunks that were sent."""
     sent_tokens: bool = False
+    state_positions: int = 0
+    """Behind those of the input."""
 
     @property
     def ended(self) -> bool:
         return self.state in ENDS
 
     @property
+    def end_position(self) -> int:
+        """Behind all that is given."""
+        return self.num_positions + self.state_positions
+
+    @property
     def wants_tokens(self) -> bool:
         """Every KV chunk was sent: token 0 may follow, which is the sender's last message."""
         return (
             self.state is SenderState.GIVING
-            and self.next_position == self.num_positions
+            and self.next_position == self.end_position
             and self.num_sent == self.next_index
             and not self.sent_tokens
         )
@@ -202,19 +213,21 @@ class SenderSide:
         self.state = follow(self.state, HandoverEvent.FULL)
 
     def advanced(self, finished: int) -> bool:
-        """Our engine computed up to `finished`. True when the receiver has to be sent so."""
+        """Our engine computed the input up to `finished`. True when the receiver has to be sent
+        so."""
+        if finished >= self.num_positions:
+            finished = self.end_position
         if self.state is not SenderState.GIVING or finished <= self.finished:
             return False
         self.state = follow(self.state, HandoverEvent.PROGRESS)
-        self.finished = min(finished, self.num_positions)
+        self.finished = finished
         return True
 
     def credited(self, num_kv_chunks: int) -> None:
         """Raises HandoverFailed when more was credited than what is finished can use."""
         self.state = follow(self.state, HandoverEvent.PROGRESS)
         self.credits += num_kv_chunks
-        useful = -(-(self.finished - self.next_position) // self.positions_per_kv_chunk)
-        if num_kv_chunks < 1 or self.credits > useful:
+        if num_kv_chunks < 1 or self.credits > _chunks_left(self):
             raise HandoverFailed("credited KV chunks that do not exist")
 
     def next_chunk(self) -> KvChunkRange | None:
@@ -222,9 +235,10 @@ class SenderSide:
 
         What is finished is cut into as few KV chunks as can be, of equal size: a small last one
         would cost what a large one does, and the first one keeps the receiver waiting for its
-        packing.
+        packing. The state is cut apart.
         """
-        left = self.finished - self.next_position
+        inputs, states = _left(self)
+        left = inputs or states
         if self.state is not SenderState.GIVING or self.credits == 0 or left == 0:
             return None
         num_kv_chunks = -(-left // self.positions_per_kv_chunk)
@@ -288,23 +302,29 @@ class ReceiverSide:
     landing: set[int] = field(default_factory=set)
     """KV chunks on their way into our blocks."""
     has_tokens: bool = False
+    state_positions: int = 0
+    """Behind those of the input."""
 
     @property
     def ended(self) -> bool:
         return self.state in ENDS
 
     @property
+    def end_position(self) -> int:
+        """Behind all that is collected."""
+        return self.num_positions + self.state_positions
+
+    @property
     def wants_credit(self) -> bool:
         """Whether a landing buffer is of use now: finished positions wait without a credit."""
-        covered = self.next_position + self.credits * self.positions_per_kv_chunk
-        return self.state is ReceiverState.TAKING and covered < self.finished
+        return self.state is ReceiverState.TAKING and self.credits < _chunks_left(self)
 
     @property
     def all_in(self) -> bool:
         return (
             self.state is ReceiverState.TAKING
             and self.has_tokens
-            and self.next_position == self.num_positions
+            and self.next_position == self.end_position
             and not self.landing
         )
 
@@ -323,7 +343,7 @@ class ReceiverSide:
 
     def advanced(self, finished: int) -> None:
         state = follow(self.state, HandoverEvent.PROGRESS)
-        if not self.finished < finished <= self.num_positions:
+        if not self.finished < finished <= self.end_position:
             raise HandoverFailed("the sender finished positions out of order")
         self.state, self.finished = state, finished
 
@@ -339,11 +359,8 @@ class ReceiverSide:
             raise HandoverFailed("a KV chunk came without a credit")
         if (chunk.index, chunk.first_position) != (self.next_index, self.next_position):
             raise HandoverFailed("a KV chunk came out of order")
-        if (
-            not 0
-            < chunk.num_positions
-            <= min(self.positions_per_kv_chunk, self.finished - self.next_position)
-        ):
+        inputs, states = _left(self)
+        if not 0 < chunk.num_positions <= min(self.positions_per_kv_chunk, inputs or states):
             raise HandoverFailed("a KV chunk carries positions that are not finished")
         self.state = state
         self.credits -= 1
@@ -358,7 +375,7 @@ class ReceiverSide:
 
     def tokens(self) -> None:
         state = follow(self.state, HandoverEvent.PROGRESS)
-        if self.has_tokens or self.next_position != self.num_positions:
+        if self.has_tokens or self.next_position != self.end_position:
             raise HandoverFailed("token 0 came before the last KV chunk, or twice")
         self.state, self.has_tokens = state, True
 
@@ -369,6 +386,17 @@ class ReceiverSide:
         """Ends the hand-over for a reason. Without effect when it has ended already."""
         if not self.ended:
             self.state = follow(self.state, event)
+
+
+def _left(side: SenderSide | ReceiverSide) -> tuple[int, int]:
+    """How many finished positions of the input, and of the state behind it, no KV chunk carries."""
+    inputs = max(0, min(side.finished, side.num_positions) - side.next_position)
+    return inputs, side.finished - side.next_position - inputs
+
+
+def _chunks_left(side: SenderSide | ReceiverSide) -> int:
+    """How many KV chunks these are."""
+    return sum(-(-left // side.positions_per_kv_chunk) for left in _left(side))
 
 
 # The life of a staging buffer as one table.

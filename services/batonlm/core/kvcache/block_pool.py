@@ -14,6 +14,9 @@ Ownership is a `BlockTable`, which is released exactly once. Steps in flight sti
 blocks whose table was released, so the pool itself keeps those references until the newest step
 launched before the release is done. That takes a call of `launched` and `completed` for each step,
 in order. Swap memory has owners in the same way (`SwapSpace`).
+
+Where the model's layers keep a state, each table begins with blocks of its own for it, which every
+step rewrites. A prefix is then worth nothing without the state behind it, so none is cached.
 """
 
 from __future__ import annotations
@@ -47,14 +50,14 @@ def blocks_for(num_positions: int, block_size: int) -> int:
 
 
 class BlockTable:
-    """A sequence's blocks in position order, owned until `BlockPool.release`. Only the pool changes
-    it."""
+    """A sequence's blocks, those of its state first, then in position order, owned until
+    `BlockPool.release`. Only the pool changes it."""
 
     __slots__ = (
         "_extents",
         "_runs",
         "blocks",
-        "copy",
+        "copies",
         "num_cached",
         "num_published",
         "room_end",
@@ -68,7 +71,7 @@ class BlockTable:
         """Leading blocks that can be found there."""
         self.room_end = 0
         """The block at which the room ends that the pool kept behind the last one, or less."""
-        self.copy: BlockCopy | None = None
+        self.copies: tuple[BlockCopy, ...] = ()
         """What has to be copied into this table before its first step."""
         self._runs: list[tuple[int, int]] = []
         self._extents: Extents | None = ()
@@ -109,12 +112,25 @@ class InvariantBroken(RuntimeError):
 class BlockPool:
     """num_blocks blocks of block_size token positions each, ids from 0."""
 
-    def __init__(self, num_blocks: int, block_size: int, report: OnChange = lambda change: None):
-        """report: called with every unit that the prefix cache gains or loses (`CachedUnits`)."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        report: OnChange = lambda change: None,
+        *,
+        state_positions: int = 0,
+    ):
+        """report: called with every unit that the prefix cache gains or loses (`CachedUnits`).
+        state_positions: of the model's `KvLayout`."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a pool needs at least one block of at least one position")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.state_blocks = blocks_for(state_positions, block_size)
+        """At the front of each table."""
+        if num_blocks <= self.state_blocks:
+            raise ValueError("a pool needs at least one block behind a sequence's state")
+        self._state_positions = state_positions
         self._unused = bytearray(_UNUSED * num_blocks)
         self._num_unused = num_blocks
         self._num_kept = 0
@@ -129,7 +145,24 @@ class BlockPool:
         self._deferred: deque[tuple[int, list[int]]] = deque()
         self._claimed: list[int] = []
         self.num_uncopied = 0
-        """Tables whose copy is not claimed yet."""
+        """Tables whose copies are not claimed yet."""
+
+    @property
+    def caches_prefixes(self) -> bool:
+        return not self.state_blocks
+
+    @property
+    def num_positions(self) -> int:
+        """Of a sequence that has the whole pool."""
+        return (self.num_blocks - self.state_blocks) * self.block_size
+
+    def blocks_for(self, num_positions: int) -> int:
+        """How many blocks a table of so many positions has."""
+        return self.state_blocks + blocks_for(num_positions, self.block_size)
+
+    def room(self, table: BlockTable) -> int:
+        """How many positions a table has blocks for."""
+        return (len(table.blocks) - self.state_blocks) * self.block_size
 
     @property
     def num_free(self) -> int:
@@ -170,7 +203,9 @@ class BlockPool:
         (`BlockTable.num_cached` is how many); they are shared and must not be written. The others
         are one run of consecutive ids where possible, following the last shared one if it can.
         """
-        hits = self._lookup(chain, min(max_cached, num_blocks)) if chain else []
+        hits = []
+        if chain is not None and self.caches_prefixes:
+            hits = self._lookup(chain, min(max_cached, num_blocks))
         revived = sum(1 for block in hits if not self._references[block])
         if num_blocks - len(hits) + keep_free > self.num_free - revived:
             return None
@@ -188,38 +223,49 @@ class BlockPool:
     ) -> BlockTable | None:
         """A table of num_blocks that begins with the first num_positions of another one.
 
-        Full blocks are shared and must not be written by either. A last, partial one gets a block
-        of its own, filled by `BlockTable.copy`, which `claim_copy` puts into a step. None when
+        Full blocks are shared and must not be written by either. The state, and a last, partial
+        block, get blocks of their own, filled by `BlockTable.copies`, which `claim_copies` puts
+        into a step: the first one in which either table's next position is computed. None when
         there are not enough blocks; then nothing has changed.
         """
-        full, partial = divmod(num_positions, self.block_size)
-        if num_blocks * self.block_size < num_positions:
+        if num_blocks < self.blocks_for(num_positions):
             raise ValueError("a fork must hold the positions it begins with")
+        state, size = self.state_blocks, self.block_size
+        full, partial = divmod(num_positions, size)
+        shared = table.blocks[state : state + full]
         if num_blocks - full > self.num_free:
             return None
         child = BlockTable()
         child.num_published = full
-        for block in table.blocks[:full]:
+        for block in shared:
             self._refer(block)
-        child.extend(table.blocks[:full])
-        self._take(child, num_blocks - full, room)
+        self._take(child, state, 0)
+        child.extend(shared)
+        self._take(child, num_blocks - state - full, room)
+        copied = {i: min(size, self._state_positions - i * size) for i in range(state)}
         if partial:
-            child.copy = BlockCopy(table.blocks[full], child.blocks[full], partial)
+            copied[state + full] = partial
+        if copied:
+            child.copies = tuple(
+                BlockCopy(table.blocks[i], child.blocks[i], count) for i, count in copied.items()
+            )
             self.num_uncopied += 1
-            self._refer(child.copy.source)
+            for copy in child.copies:
+                self._refer(copy.source)
         self._tables.add(child)
         return child
 
-    def claim_copy(self, table: BlockTable) -> BlockCopy | None:
-        """The copy that a fork still needs, for the step that is planned now and launched next.
+    def claim_copies(self, table: BlockTable) -> tuple[BlockCopy, ...]:
+        """The copies that a fork still needs, for the step that is planned now and launched next.
 
-        Its source stays owned until that step is done, whatever becomes of the table it is from.
+        Their sources stay owned until that step is done, whatever becomes of the table they are
+        from.
         """
-        copy, table.copy = table.copy, None
-        if copy is not None:
+        copies, table.copies = table.copies, ()
+        if copies:
             self.num_uncopied -= 1
-            self._claimed.append(copy.source)
-        return copy
+            self._claimed += [copy.source for copy in copies]
+        return copies
 
     def grow(self, table: BlockTable) -> bool:
         """Appends one block, in place if possible. False when there is none."""
@@ -230,6 +276,8 @@ class BlockPool:
 
     def publish(self, table: BlockTable, chain: PrefixChain, num_blocks: int) -> None:
         """Lets others find the first num_blocks by their prefix. Their KV is computed."""
+        if not self.caches_prefixes:
+            return
         for index in range(table.num_published, num_blocks):
             link, block = chain.links[index], table.blocks[index]
             if link.digest not in self._by_digest:
@@ -250,9 +298,9 @@ class BlockPool:
             self._mark(table.blocks[-1] + 1, table.room_end, _KEPT, _UNUSED)
         # Last block first: of a cached prefix the head is worth more, so it is evicted later.
         blocks = table.blocks[::-1]
-        if table.copy is not None:
+        if table.copies:
             self.num_uncopied -= 1
-            blocks.append(table.copy.source)
+            blocks += [copy.source for copy in table.copies]
         self._drop(blocks)
 
     def launched(self, step: int) -> None:
@@ -294,14 +342,13 @@ class BlockPool:
             owned.update(blocks)
         for table in self._tables:
             owned.update(table.blocks)
-            if table.copy is not None:
-                owned[table.copy.source] += 1
+            owned.update(copy.source for copy in table.copies)
             if len(set(table.blocks)) != len(table.blocks):
                 raise InvariantBroken("a table names a block twice")
             covered = [first + i for first, count in table.extents for i in range(count)]
             if covered != table.blocks:
                 raise InvariantBroken("a table's extents are not its blocks")
-        if self.num_uncopied != sum(table.copy is not None for table in self._tables):
+        if self.num_uncopied != sum(bool(table.copies) for table in self._tables):
             raise InvariantBroken("tables that need a copy are miscounted")
         for block in range(self.num_blocks):
             if owned[block] != self._references[block]:

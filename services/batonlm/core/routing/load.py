@@ -149,6 +149,23 @@ class WorkerDescription:
     standby: bool = False
     """Whether it gets work only while another worker is missing."""
 
+    @property
+    def state_positions(self) -> int:
+        """Positions more that a hand-over moves, for the sequence's state."""
+        return 0 if self.layout is None else self.layout.state_positions
+
+    @property
+    def state_room(self) -> int:
+        """Positions of the pool that a sequence's state takes."""
+        if self.layout is None or not self.layout.state_positions:
+            return 0
+        return self.layout.state_blocks(self.block_size) * self.block_size
+
+    def positions_taken(self, input_tokens: int, choices: int) -> int:
+        """Positions of the pool that an attempt takes at first: of its input, the first token of
+        every choice, and every choice's state."""
+        return input_tokens + choices * (1 + self.state_room)
+
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
@@ -219,11 +236,13 @@ class WorkerSnapshot(WorkerDescription):
 
     @property
     def free_positions(self) -> int:
-        return max(0, self.load.free_blocks * self.block_size - self.fresh_positions)
+        fresh = self.fresh_positions + self.fresh_sequences * self.state_room
+        return max(0, self.load.free_blocks * self.block_size - fresh)
 
     @property
     def used_positions(self) -> int:
-        return max(0, self.num_blocks - self.load.free_blocks) * self.block_size
+        used = (self.num_blocks - self.load.free_blocks) * self.block_size
+        return max(0, used - self.load.running_sequences * self.state_room)
 
 
 BATCHES = 2

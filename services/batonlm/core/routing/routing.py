@@ -161,13 +161,14 @@ def handover_tail_s(
     """Returns the seconds after token 0 until the receiver has the KV that prefill computed."""
     speed = prefill.load.speed
     chunk = min(uncached, speed.prefill_step_tokens or uncached)
-    num_bytes = chunk * receiver.kv_bytes_per_position
+    num_bytes = (chunk + receiver.state_positions) * receiver.kv_bytes_per_position
     return receiver.load.speed.handover_tail_s(num_bytes)
 
 
 def shortage(demand: Demand, worker: WorkerSnapshot) -> int:
     """Returns the positions that would have no free block."""
-    return max(0, demand.input_tokens + demand.choices - worker.free_positions)
+    wanted = worker.positions_taken(demand.input_tokens, demand.choices)
+    return max(0, wanted - worker.free_positions)
 
 
 def _shortage_s(demand: Demand, worker: WorkerSnapshot, speed: WorkerSpeed) -> float:
@@ -179,7 +180,7 @@ def _link_s(worker: WorkerSnapshot, uncached: int, moment: Moment) -> float:
     hardly waits, because most KV is transferred while the prompt is computed."""
     speeds = (worker.load.speed, moment.default_speed, NOMINAL)
     rate = next(speed.link_bytes_per_s for speed in speeds if speed.link_bytes_per_s)
-    return uncached * worker.kv_bytes_per_position / rate
+    return (uncached + worker.state_positions) * worker.kv_bytes_per_position / rate
 
 
 def _plain(own_s: float, middling_s: float) -> float:

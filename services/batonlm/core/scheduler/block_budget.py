@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.core.kvcache.block_pool import BlockPool, SwapGrant, SwapPlace, SwapSpace, blocks_for
+from batonlm.core.kvcache.block_pool import BlockPool, SwapGrant, SwapPlace, SwapSpace
 from batonlm.core.request.attempt import AttemptKey
 from batonlm.core.scheduler.plan import BlockSwap, StepWork
 from batonlm.core.scheduler.policy import SchedulerPolicy
@@ -166,7 +166,7 @@ class BlockBudget:
                 grown.append(sequence)
         grown = [sequence for sequence in grown if sequence.table is not None]
         for sequence in grown:
-            sequence.settle(self._pool.block_size)
+            sequence.settle(self._pool)
         return [s for s in others if s.table is not None] + grown
 
     def preempt(self, victim: Sequence | SequenceGroup, now: float, *, may_swap: bool) -> None:
@@ -205,7 +205,7 @@ class BlockBudget:
 
     def _wanted(self, group: SequenceGroup) -> int:
         """Blocks that a group and its sequences take, with headroom."""
-        whole, fork = group.blocks_wanted(self._pool.block_size, self._policy.headroom)
+        whole, fork = group.blocks_wanted(self._pool, self._policy.headroom)
         return whole + fork * (len(group.sequences) - 1)
 
     def _has_places(self, group: SequenceGroup) -> bool:
@@ -235,12 +235,12 @@ class BlockBudget:
 
     def _blocks_to_keep(self) -> int:
         """Blocks that all running sequences still need to grow by the headroom."""
-        size, headroom = self._pool.block_size, self._policy.headroom
+        headroom = self._policy.headroom
         missing = 0
         for sequence in self._sequences.running.values():
             assert sequence.table is not None
             most = min(len(sequence.tokens) + headroom, sequence.rule.max_positions - 1)
-            missing += max(0, -(-most // size) - len(sequence.table.blocks))
+            missing += max(0, self._pool.blocks_for(most) - len(sequence.table.blocks))
         return missing
 
 
@@ -280,10 +280,10 @@ class Swapping:
         None when it cannot be kept or need not be: then it has to be computed again.
         """
         table = sequence.table
-        # A fork that has not run here yet does not have its own last block's content.
-        if table is None or table.copy is not None:
+        # A fork that has not run here yet does not have its own blocks' content.
+        if table is None or table.copies:
             return None
-        count = blocks_for(sequence.num_computed_tokens, self._pool.block_size)
+        count = self._pool.blocks_for(sequence.num_computed_tokens)
         place = self._space.place_for(count)
         if place is None or not self._worth(place, count, sequence):
             return None
@@ -337,8 +337,9 @@ class Swapping:
         block_s = self._block_s.get(place)
         position_s = self._cost.prefill_position_s
         if block_s is None or position_s is None:
-            return count > _SHORT_BLOCKS
+            return sequence.num_computed_tokens > _SHORT_BLOCKS * self._pool.block_size
         assert sequence.table is not None
+        # Where there is a state, which is nobody else's, all positions would be computed again.
         shared = self._pool.num_shared(sequence.table) * self._pool.block_size
         worth = 2 * count * block_s <= max(0, sequence.num_computed_tokens - shared) * position_s
         if not worth:

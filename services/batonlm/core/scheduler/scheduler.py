@@ -33,7 +33,7 @@ from batonlm.core.errors import (
     Internal,
     InvalidArgument,
 )
-from batonlm.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpace, blocks_for
+from batonlm.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpace
 from batonlm.core.kvcache.prefix import PrefixChain, namespace
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import ModelDescription
@@ -125,8 +125,7 @@ class Scheduler:
         self._beside = policy.prefill_beside(pool.block_size)
         # A sequence that fits the pool alone can always be run again, so preemption always ends. A
         # token that is only sampled here needs no room.
-        capacity = pool.num_blocks * pool.block_size
-        self._max_positions = min(model.max_model_len, capacity + policy.first_token_only)
+        self._max_positions = min(model.max_model_len, pool.num_positions + policy.first_token_only)
         self._max_model_len = (
             model.max_model_len if policy.first_token_only else self._max_positions
         )
@@ -272,7 +271,8 @@ class Scheduler:
         """Stops a running sequence, for its KV to be handed over. A Held event follows, unless an
         awaited token ends it; its blocks stay until `cancel`. False: it cannot be held now."""
         sequence = self.sequences.find(key)
-        if sequence is None or not sequence.can_be_held:
+        newest_applied = self._launched[0].step - 1 if self._launched else self._step
+        if sequence is None or not sequence.can_be_held(newest_applied):
             return False
         self.sequences.hold(sequence)
         self._report_held([sequence])
@@ -312,20 +312,17 @@ class Scheduler:
         if waiting or self.sequences.prefilling:
             input_chunks = self._fill(rows, waiting, inputs, restored, now)
             rows = [s for s in rows if s.table is not None] + restored
-        copies: list[BlockCopy] = []
-        if self._pool.num_uncopied:
-            tables = [sequence.table for sequence in rows if sequence.table is not None]
-            copies = [copy for table in tables if (copy := self._pool.claim_copy(table))]
         chunks, context = next_chunks(rows)
         chunks += input_chunks
         if not chunks:
             self._budget.dropped()
             return None
+        copies = self._copies(rows) if self._pool.num_uncopied else ()
         swapping = self._budget.swapping
         plan = StepPlan(
             self._step + 1,
             tuple(chunks),
-            tuple(copies),
+            copies,
             tuple(swapping.swap_out),
             tuple(swapping.swap_in),
             StepWork(len(rows), context, sum(len(chunk.token_ids) for chunk in input_chunks)),
@@ -536,6 +533,18 @@ class Scheduler:
                 self._turns.served(group, len(chunk.token_ids))
         return chunks
 
+    def _copies(self, rows: Many[Sequence]) -> tuple[BlockCopy, ...]:
+        """What forks have of their own, of all that run: the step may rewrite the state that a fork
+        copies, also where it computes nothing for the fork."""
+        computed = {sequence.id for sequence in rows}
+        copies: list[BlockCopy] = []
+        for sequence in self.sequences.running.values():
+            if sequence.table is not None and sequence.table.copies:
+                copies += self._pool.claim_copies(sequence.table)
+                if sequence.id not in computed:
+                    sequence.copied_in = self._step + 1
+        return tuple(copies)
+
     def _within_share(self, group: SequenceGroup) -> bool:
         """Whether a worker that has not granted yet may pin this much more of the pool."""
         if not group.receiver:
@@ -545,7 +554,7 @@ class Scheduler:
             for other in (*self.sequences.prefilling, *self.sequences.kept.values())
             if other.receiver == group.receiver and other.table is not None
         ]
-        wanted = blocks_for(len(group.tokens), self._pool.block_size)
+        wanted = self._pool.blocks_for(len(group.tokens))
         share = self._pool.num_blocks // max(1, self.live_receivers)
         return not pinned or sum(pinned) + wanted <= share
 

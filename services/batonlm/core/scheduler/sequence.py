@@ -25,7 +25,7 @@ from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
 from batonlm.core.errors import BatonError, ContextLengthExceeded, Internal, InvalidArgument
-from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, Extents, SwapGrant, blocks_for
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, Extents, SwapGrant
 from batonlm.core.kvcache.prefix import PrefixChain
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from batonlm.core.request.model import ModelDescription
@@ -158,6 +158,7 @@ class Sequence:
         "ceiling",
         "chain",
         "confirmed",
+        "copied_in",
         "id",
         "in_flight",
         "key",
@@ -205,6 +206,9 @@ class Sequence:
         """Whether what those steps sample is worth nothing."""
         self.num_computed_tokens = 0
         """Positions that have KV once all launched steps are done: the next position to compute."""
+        self.copied_in = 0
+        """The step that copies into its table what a fork has of its own, if it samples nothing for
+        it."""
         self.room = 0
         """First position that needs another block."""
         self.limit = 0
@@ -238,13 +242,13 @@ class Sequence:
     def ended(self) -> bool:
         return self.state in TERMINAL
 
-    @property
-    def can_be_held(self) -> bool:
-        """Whether its blocks hold, once launched steps are done, all that another worker needs."""
+    def can_be_held(self, newest_applied: int) -> bool:
+        """Whether its blocks hold, once steps that sample for it are done, all that another worker
+        needs. newest_applied: the step up to which all are done."""
         if self.state is not SequenceState.RUNNING or self.table is None:
             return False
-        # A fork that has not run here yet does not have its own last block's content.
-        return self.table.copy is None
+        # A fork that has not run here yet may not have its own blocks' content.
+        return not self.table.copies and self.copied_in <= newest_applied
 
     def move(self, event: SequenceEvent) -> None:
         """Takes one step through TRANSITIONS. Raises Internal for one that is not there."""
@@ -258,17 +262,17 @@ class Sequence:
         self.confirmed = max(self.confirmed, min(position, self.position))
         self._limit()
 
-    def begin(self, block_size: int, computed: int, *, awaited: bool = False) -> None:
+    def begin(self, pool: BlockPool, computed: int, *, awaited: bool = False) -> None:
         """It has blocks and runs. awaited: a launched step samples its next token."""
         self.num_computed_tokens = computed
         self.in_flight = int(awaited)
         self.lost = False
-        self.settle(block_size)
+        self.settle(pool)
 
-    def settle(self, block_size: int) -> None:
+    def settle(self, pool: BlockPool) -> None:
         """Call it when its table has changed."""
         assert self.table is not None
-        self.room = len(self.table.blocks) * block_size
+        self.room = pool.room(self.table)
         self.limit = min(self.room, self.ceiling)
         self._extents = self.table.extents
 
@@ -322,7 +326,7 @@ class Sequence:
 
     def publish(self, pool: BlockPool, end: int) -> None:
         """Puts its full blocks up to a position, which have KV now, into the prefix cache."""
-        if self.table is not None and self.chain is not None:
+        if self.table is not None and self.chain is not None and pool.caches_prefixes:
             num_blocks = end // pool.block_size
             self.chain.extend(self.tokens, num_blocks)
             pool.publish(self.table, self.chain, num_blocks)
@@ -488,10 +492,10 @@ class SequenceGroup:
         size = len(self.tokens)
         return max(size, min(size + headroom, self.sequences[0].rule.max_positions - 1))
 
-    def blocks_wanted(self, block_size: int, headroom: int) -> tuple[int, int]:
+    def blocks_wanted(self, pool: BlockPool, headroom: int) -> tuple[int, int]:
         """Blocks of the first table, and of each fork beyond those that it shares."""
-        whole = blocks_for(self.positions_with_room(headroom), block_size)
-        return whole, whole - len(self.tokens) // block_size
+        whole = pool.blocks_for(self.positions_with_room(headroom))
+        return whole, whole - len(self.tokens) // pool.block_size
 
     def take_blocks(
         self, pool: BlockPool, *, max_cached: int, headroom: int | None = None, keep_free: int = 0
@@ -506,11 +510,12 @@ class SequenceGroup:
         size = pool.block_size
         if self.scores is not None:
             max_cached = 0
-        self.chain.extend(self.tokens, len(self.tokens) // size)
-        whole, fork = self.blocks_wanted(size, headroom or 0)
+        if pool.caches_prefixes:
+            self.chain.extend(self.tokens, len(self.tokens) // size)
+        whole, fork = self.blocks_wanted(pool, headroom or 0)
         forks = [] if headroom is None else self.sequences[1:]
         keep_free += fork * len(forks)
-        grown = whole if headroom is None else self.blocks_wanted(size, _LIKELY_GROWTH)[0]
+        grown = whole if headroom is None else self.blocks_wanted(pool, _LIKELY_GROWTH)[0]
         room = max(0, grown - whole)
         self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free, room)
         if self.table is None:
@@ -565,7 +570,7 @@ class SequenceGroup:
                 sequence.chain = self.chain
             else:
                 sequence.chain = self.chain.fork()
-            sequence.begin(pool.block_size, computed, awaited=awaited)
+            sequence.begin(pool, computed, awaited=awaited)
         if self.table is not None:
             self.release_table(pool)
 

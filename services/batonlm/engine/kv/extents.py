@@ -24,6 +24,7 @@ def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
     """
     num_blocks, block_size = runner.num_blocks, runner.block_size
     vocab_size, max_model_len = runner.model.vocab_size, runner.model.max_model_len
+    state = runner.layout.state_blocks(block_size)
     stored = sum(runner.num_swap_blocks)
     _check_swaps(plan.swap_out, num_blocks, stored, "out")
     _check_swaps(plan.swap_in, num_blocks, stored, "in")
@@ -52,8 +53,12 @@ def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
                 raise Internal(f"step {plan.step}: a chunk cannot be scored as it asks")
             if not 0 <= chunk.scored.num_top <= vocab_size:
                 raise Internal(f"step {plan.step}: a chunk asks for too many alternatives")
-        check_extents(chunk.extents, end, num_blocks, block_size)
-        for blocks in _written(chunk.extents, first // block_size, (end - 1) // block_size):
+        check_extents(chunk.extents, state * block_size + end, num_blocks, block_size)
+        last = state + (end - 1) // block_size
+        into = [*_written(chunk.extents, state + first // block_size, last)]
+        if state:
+            into += _written(chunk.extents, 0, state - 1)
+        for blocks in into:
             before = len(written)
             written.update(blocks)
             if len(written) - before < len(blocks):

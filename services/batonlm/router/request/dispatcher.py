@@ -81,13 +81,15 @@ class FleetLedger:
         computing = self._book(computes.identity.instance_id)
         holding = None if place.decode is None else self._book(place.decode.identity.instance_id)
         computing.computing += input_tokens
-        if holding is not None:
-            holding.kv += input_tokens + choices
+        positions = 0
+        if holding is not None and place.decode is not None:
+            positions = place.decode.description.positions_taken(input_tokens, choices)
+            holding.kv += positions
 
         def undo() -> None:
             computing.computing -= input_tokens
             if holding is not None:
-                holding.kv -= input_tokens + choices
+                holding.kv -= positions
 
         return undo
 
@@ -397,9 +399,12 @@ class Dispatcher:
         return None
 
     def _has_kv(self, pending_attempt: PendingAttempt, place: Placement) -> bool:
-        return place.decode is None or self.occupancy.has_kv(
-            place.decode, pending_attempt.input_tokens + pending_attempt.choices
+        if place.decode is None:
+            return True
+        positions = place.decode.description.positions_taken(
+            pending_attempt.input_tokens, pending_attempt.choices
         )
+        return self.occupancy.has_kv(place.decode, positions)
 
     def _sweep(self, now: float) -> None:
         """Ends the waiting of attempts that are gone or would wait in vain."""

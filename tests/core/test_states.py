@@ -1,0 +1,206 @@
+"""Sequences of models that keep a state: each has its own, wherever it goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from batonlm.core.errors import ContextLengthExceeded, InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockPool
+from batonlm.core.request.attempt import AttemptKey, SequenceKey
+from batonlm.core.scheduler.events import KvComplete
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
+from batonlm.core.scheduler.scheduler import Scheduler
+from tests.core.attempts import (
+    BLOCK_SIZE,
+    Outputs,
+    attempt,
+    decode_loop,
+    expected,
+    packed,
+    prefill_loop,
+    run_out,
+    runner,
+    unpacked,
+)
+
+STATE, STATE_BLOCKS = 6, 2
+
+
+def stepped(loop: EngineLoop, tokens: int) -> Outputs:
+    """Adds an attempt and steps until it has so many tokens, one step at a time."""
+    outputs = Outputs()
+    loop.scheduler.add(attempt(max_tokens=20), 0.0)
+    key = SequenceKey("r", 0, 0)
+    while len(outputs.tokens.get(key, ())) < tokens:
+        outputs.take(loop.step(0.0))
+    return outputs
+
+
+@pytest.mark.parametrize("wrong", ["none", "stale", "another one's"])
+def test_the_runner_of_tests_tells_a_wrong_state(wrong: str) -> None:
+    """So that all that the other tests with it find is worth something."""
+    loop = decode_loop(state_positions=STATE)
+    outputs, engine = stepped(loop, 4), loop.runner
+    (sequence,) = loop.scheduler.sequences.running.values()
+    assert sequence.table is not None
+    extents, end = sequence.table.extents, sequence.num_computed_tokens
+    kv, state = packed(engine, extents, 0, end)
+    outputs.take(loop.step(0.0))
+    kv = packed(engine, extents, 0, end + 1)[0]
+    other = bytes(reversed(state))
+    states = {"none": b"\xff" * len(state), "stale": state, "another one's": other}
+    unpacked(engine, extents, 0, end + 1, (kv, states[wrong]))
+    outputs.take(run_out(loop))
+    whole = expected(attempt(max_tokens=20), 0, STATE)[0]
+    found = outputs.tokens[SequenceKey("r", 0, 0)]
+    assert found[:5] == whole[:5] and found[5:] != whole[5:]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_go_on_from_copies_of_the_prompts_state(depth: int) -> None:
+    one = attempt(n=3, max_tokens=20)
+    loop = decode_loop(depth=depth, state_positions=STATE)
+    loop.scheduler.add(one, 0.0)
+    assert Outputs().take(run_out(loop)).of(one) == expected(one, 0, STATE)
+    assert loop.scheduler.load.free_blocks == 64
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_choice_that_must_wait_has_its_copy_before_another_goes_on(depth: int) -> None:
+    """Choice 0 rewrites the state that choice 1 begins with, long before that runs."""
+    one = attempt(n=2, max_tokens=9)
+    first, second = one.keys()
+    loop = decode_loop(depth=depth, state_positions=STATE)
+    loop.scheduler.add(one, 0.0, max_unconfirmed=1)
+    outputs = Outputs()
+    while len(outputs.tokens.get(first, ())) < 9:
+        outputs.take(loop.step(0.0))
+        loop.scheduler.confirm(first, len(outputs.tokens.get(first, ())))
+        loop.idle_check()
+    assert len(outputs.tokens[second]) == 1
+    while loop.scheduler.has_work:
+        loop.scheduler.confirm(second, len(outputs.tokens[second]))
+        outputs.take(loop.step(0.0))
+    assert outputs.of(one) == expected(one, 0, STATE)
+
+
+def test_a_choice_is_not_handed_over_while_its_copy_is_being_made() -> None:
+    one = attempt(n=2, max_tokens=9)
+    first, second = one.keys()
+    loop = decode_loop(state_positions=STATE)
+    loop.scheduler.add(one, 0.0, max_unconfirmed=1)
+    loop.step(0.0)
+    assert not loop.scheduler.hold(second), "it has nothing of its own yet"
+    loop.scheduler.confirm(first, 1)
+    plan = loop.plan(0.0)
+    assert plan is not None and len(plan.chunks) == 1
+    assert [copy.num_positions for copy in plan.copies] == [BLOCK_SIZE, 2, 2]
+    assert not loop.scheduler.hold(second), "the step copies it, and computes nothing for it"
+    loop.submit(plan)
+    loop.apply(loop.collect()[1], 0.0)
+    assert loop.scheduler.hold(second)
+    loop.scheduler.cancel(one.key)
+    loop.idle_check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("swap", "lost", "kinds"),
+    [
+        ((0, 0), (), {"recompute"}),
+        ((60, 0), (), {"swap_host"}),
+        ((0, 60), (), {"swap_disk"}),
+        ((60, 0), range(STATE_BLOCKS), {"swap_host", "recompute"}),
+    ],
+    ids=["recompute", "host", "disk", "lost"],
+)
+def test_a_preempted_sequence_goes_on_with_its_state(
+    swap: tuple[int, int], lost: range, kinds: set[str], depth: int
+) -> None:
+    loop = decode_loop(
+        28,
+        SchedulerPolicy(headroom=4),
+        num_swap_blocks=swap,
+        lost_swap_blocks=lost,
+        depth=depth,
+        state_positions=STATE,
+    )
+    many = [attempt(f"r{i}", size=22, seed=i, max_tokens=30) for i in range(3)]
+    for one in many:
+        loop.scheduler.add(one, 0.0)
+    outputs = Outputs().take(run_out(loop))
+    assert {kind for kind, count in loop.scheduler.preemptions.items() if count} == kinds
+    for one in many:
+        assert outputs.of(one) == expected(one, 0, STATE)
+    assert loop.scheduler.load.free_blocks == 28
+
+
+def test_nothing_is_found_in_a_cache_and_nothing_is_reported_to_be_in_one() -> None:
+    changes: list[object] = []
+    engine = runner(64, state_positions=STATE)
+    pool = BlockPool(64, BLOCK_SIZE, changes.append, state_positions=STATE)
+    loop = EngineLoop(engine, Scheduler(pool, SchedulerPolicy(), engine.model))
+    for number in range(2):
+        loop.scheduler.add(attempt(f"r{number}", size=80), 0.0)
+        (complete,) = [e for e in run_out(loop) if isinstance(e, KvComplete)]
+        assert complete.cached_tokens == 0
+    assert not changes
+
+
+def test_what_fits_a_pool_is_what_its_states_leave() -> None:
+    """The longest input and all that can follow it are served; what is longer is refused."""
+    blocks = STATE_BLOCKS + 5
+    loop, whole = decode_loop(blocks, state_positions=STATE), 5 * BLOCK_SIZE
+    for size in (12, whole - 1):
+        one = attempt(f"r{size}", size=size, max_tokens=40)
+        loop.scheduler.add(one, 0.0)
+        made = Outputs().take(run_out(loop)).of(one)[0]
+        assert made == expected(one, 0, STATE)[0][: whole - size]
+    with pytest.raises(ContextLengthExceeded):
+        loop.scheduler.add(attempt("r", size=whole), 0.0)
+    prefill = prefill_loop(blocks, PREFILL, state_positions=STATE)
+    prefill.scheduler.add(attempt("r", size=whole), 0.0)
+    run_out(prefill)
+    with pytest.raises(ContextLengthExceeded):
+        prefill.scheduler.add(attempt("s", size=whole + 1), 0.0)
+
+
+def test_choices_that_can_never_own_their_states_at_once_are_refused() -> None:
+    one = attempt(n=2, size=8, max_tokens=3)
+    wanted = 2 * STATE_BLOCKS + 3 + 1
+    with pytest.raises(InvalidArgument):
+        decode_loop(wanted - 1, state_positions=STATE).scheduler.add(one, 0.0)
+    loop = decode_loop(wanted, state_positions=STATE)
+    loop.scheduler.add(one, 0.0)
+    assert Outputs().take(run_out(loop)).of(one) == expected(one, 0, STATE)
+
+
+def test_room_to_grow_is_kept_beside_states() -> None:
+    """The first has 5 blocks of positions and may need 7; the second wants 5 and a state."""
+    wanted = STATE_BLOCKS + 5
+    for spare, waiting in ((1, 1), (2, 0)):
+        policy = SchedulerPolicy(headroom=8)
+        loop = decode_loop(2 * wanted + spare, policy, state_positions=STATE)
+        loop.scheduler.add(attempt("first", max_tokens=30), 0.0)
+        outputs = Outputs()
+        while len(outputs.tokens.get(SequenceKey("first", 0, 0), ())) < 8:
+            outputs.take(loop.step(0.0))
+        loop.scheduler.add(attempt("second", max_tokens=30), 0.0)
+        assert loop.plan(0.0) is not None
+        assert loop.scheduler.load.waiting_sequences == waiting
+
+
+def test_a_share_of_a_prefill_workers_pool_counts_states() -> None:
+    loop = prefill_loop(16, PREFILL, state_positions=STATE)
+    loop.scheduler.live_receivers = 2
+    for name in ("r", "s"):
+        loop.scheduler.add(attempt(name, size=12), 0.0, keep=True, receiver="x")
+    loop.step(1.0)
+    assert len(loop.scheduler.sequences.kept) == 1, "two are more than half of the pool"
+    loop.scheduler.grant(AttemptKey("r", 0))
+    loop.step(2.0)
+    assert len(loop.scheduler.sequences.kept) == 2
+    for name in ("r", "s"):
+        loop.scheduler.release(AttemptKey(name, 0))
+    loop.idle_check()
