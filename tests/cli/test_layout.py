@@ -103,8 +103,8 @@ def test_workers_are_given_their_ranks() -> None:
 
 
 def test_workers_of_several_ranks_share_gpus() -> None:
-    assert gpu_memory_flags(2, 4, ranks=2) == ()
-    assert gpu_memory_flags(2, 2, ranks=2) == ("--memory-share", "0.450")
+    assert gpu_memory_flags(4, 4) == ()
+    assert gpu_memory_flags(4, 2) == ("--memory-share", "0.450")
 
 
 def test_pinning_goes_to_the_right_processes() -> None:
@@ -216,3 +216,95 @@ def test_a_missing_package_is_answered_with_what_to_install(
     with pytest.raises(InvalidArgument, match=re.escape(install("vllm"))) as caught:
         check_machine(UpOptions(runner="fake", transport="loopback", vllm_engine=True))
     assert caught.value.field == "vllm_engine"
+
+
+def copied(tmp_path: Path, *names: str) -> list[Path]:
+    """Folders of the bundled model under other names; all but the first have another tokenizer."""
+    bundled = resolve_model("")[0]
+    folders = [tmp_path / name for name in names]
+    for index, folder in enumerate(folders):
+        folder.mkdir()
+        for file in bundled.iterdir():
+            (folder / file.name).symlink_to(file)
+        if index:
+            (folder / "special_tokens_map.json").write_text("{}")
+    return folders
+
+
+def test_models_have_their_own_workers_and_share_what_they_can(tmp_path: Path) -> None:
+    large, small = map(str, copied(tmp_path, "large", "small"))
+    options = UpOptions(
+        model=large,
+        more_models=(f"fast={small},prefill=0,decode=2,dtype=bfloat16,quantize=int8", ""),
+        tokenizer=2,
+        threads=3,
+    )
+    found = [
+        (spec.role, spec.model, flags(spec.command))
+        for spec in plan(options).processes
+        if spec.role != "router"
+    ]
+    assert [(role, model) for role, model, _ in found] == [
+        *[("tokenizer", "large,baton-tiny")] * 2,
+        *[("tokenizer", "fast")] * 2,
+        ("prefill", "large"),
+        ("prefill", "baton-tiny"),
+        ("decode", "large"),
+        *[("decode", "fast")] * 2,
+        ("decode", "baton-tiny"),
+        ("detokenizer", "large,baton-tiny"),
+        ("detokenizer", "fast"),
+    ]
+    for role, model, given in found:
+        first = model.partition(",")[0]
+        assert given["--model-name"] == first
+        assert Path(given["--model"]).name == {"fast": "small"}.get(first, first)
+        if role in ("prefill", "decode"):
+            assert given["--quantize"] == ("int8" if first == "fast" else "none")
+            assert first != "fast" or given["--dtype"] == "bfloat16"
+            assert given["--threads"] == "3"
+    shares = {given["--kv-memory-mib"] for role, _, given in found if "tokenizer" not in role}
+    assert len(shares) == 1
+    assert router_of(options)["--model"] == "large,fast,baton-tiny"
+    addresses = router_of(options)["--decodes"].split(",")
+    assert len(set(addresses)) == 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "field", "said"),
+    [
+        (("", ""), "model", "two models are called 'baton-tiny': give one another name"),
+        (("", "=x"), "model", "has no name before ="),
+        (("", "b=,decodes=2"), "model", "no option 'decodes'; did you mean 'decode'?"),
+        (("", "b=,http_port=2"), "model", "no option 'http_port'"),
+        (("", "b=,decode=two"), "model", "'decode=two' is no whole number"),
+        (("", "b=,dtype=float8"), "model", "'dtype=float8' is not one of auto, float32"),
+        (("", "b=,decode=0"), "decode", "at least 1"),
+        (("", "b=,kv-memory-mib=1000000000"), "model", "b: 2 engine processes would each take"),
+        (("", "b=/no/such/folder"), "model", "there is no model folder '/no/such/folder'"),
+    ],
+)
+def test_what_a_model_of_several_cannot_have_is_named(
+    texts: tuple[str, ...], field: str, said: str
+) -> None:
+    first, *more = texts
+    with pytest.raises(InvalidArgument, match=re.escape(said)) as caught:
+        plan(UpOptions(model=first, more_models=tuple(more)))
+    assert caught.value.field == field
+
+
+def test_what_only_one_model_can_have_is_refused_for_several() -> None:
+    for changed in ({"served_model_name": ("a", "b")}, {"vllm_engine": True}):
+        with pytest.raises(InvalidArgument) as caught:
+            plan(UpOptions(more_models=("b=",), **changed))
+        assert caught.value.field in changed
+    with pytest.raises(InvalidArgument, match="names it too"):
+        plan(UpOptions(model="a=", served_model_name=("b",)))
+
+
+def test_a_folder_whose_name_looks_like_options_is_a_folder(tmp_path: Path) -> None:
+    (folder,) = copied(tmp_path, "a=b,decode=7")
+    layout = plan(UpOptions(model=str(folder)))
+    assert [spec.role for spec in layout.processes].count("decode") == 1
+    with pytest.raises(InvalidArgument, match="has a comma"):
+        plan(UpOptions(model=str(folder), more_models=("",)))

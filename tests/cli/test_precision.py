@@ -16,6 +16,8 @@ from batonlm.cli.precision import (
     INT8,
     LEAST_KV_BYTES,
     SMALLEST,
+    Chosen,
+    ModelShare,
     ModelWeights,
     Precision,
     candidates,
@@ -26,6 +28,7 @@ from batonlm.cli.precision import (
 )
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.memory import size
 
 GIB = 1 << 30
 AMX = frozenset({"avx512_bf16", "amx_bf16", "amx_int8", "avx512_vnni"})
@@ -34,9 +37,16 @@ BILLION = ModelWeights(matrices=GIB, others=GIB // 4)
 """float32 takes 5 GiB, bfloat16 2.5, int8 and float32 2, int8 and bfloat16 1.5."""
 
 
-def chosen(free: int, engines: int = 1, **given: Any) -> Any:
-    settings: dict[str, Any] = {"dtype": "auto", "quantize": "none", "threads": 1, "cpu": AMX}
-    return choose(BILLION, engines, free, **settings | given)
+def chosen(
+    free: int,
+    engines: int = 1,
+    *,
+    weights: ModelWeights = BILLION,
+    cpu: frozenset[str] = AMX,
+    **given: Any,
+) -> Chosen:
+    (found,) = choose([ModelShare(weights, engines, **given)], free, threads=1, cpu=cpu)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,7 @@ def test_the_line_says_what_is_taken_and_how_to_insist() -> None:
     assert "of 6 GiB free" in words and "tokens/s" in words
     assert "float32 would take 5 GiB; --dtype float32 insists" in words
     assert "--dtype bfloat16 takes 2.5 GiB" in chosen(7 * GIB).words
-    small = choose(ModelWeights(1000, 0), 2, GIB, dtype="auto", quantize="none", threads=1, cpu=AMX)
+    small = chosen(GIB, engines=2, weights=ModelWeights(1000, 0))
     assert "tokens/s" not in small.words and "each of 2 engine processes" in small.words
 
 
@@ -108,11 +118,53 @@ def test_a_refusal_says_what_would_fit() -> None:
 
 def test_weights_that_are_quantized_already_stay_as_they_are() -> None:
     packed = ModelWeights(0, GIB // 2, is_packed=True, kept_bytes=GIB)
-    settings: Any = {"quantize": "none", "threads": 1, "cpu": AMX}
-    assert choose(packed, 1, 9 * GIB, dtype="auto", **settings).precision == FLOAT32
-    assert choose(packed, 1, 3 * GIB, dtype="auto", **settings).precision == BFLOAT16
+    assert chosen(9 * GIB, weights=packed).precision == FLOAT32
+    assert chosen(3 * GIB, weights=packed).precision == BFLOAT16
     with pytest.raises(InvalidArgument, match="nothing smaller fits"):
-        choose(packed, 1, GIB, dtype="auto", **settings)
+        chosen(GIB, weights=packed)
+
+
+SMALL = ModelWeights(matrices=GIB // 8, others=0)
+"""float32 takes 512 MiB, bfloat16 256."""
+
+
+def both(free: int, *, engines: int = 1, kv_bytes: int = 0) -> list[Chosen]:
+    shares = [
+        ModelShare(BILLION, engines, name="large"),
+        ModelShare(SMALL, engines, name="small", kv_bytes=kv_bytes),
+    ]
+    return choose(shares, free, threads=1, cpu=AMX)
+
+
+def test_models_share_the_memory_and_never_take_more_than_there_is() -> None:
+    for free in (12 * GIB, 7 * GIB, 4 * GIB, int(2.5 * GIB)):
+        for engines in (1, 2):
+            try:
+                found = both(free, engines=engines)
+            except InvalidArgument as refused:
+                assert f"of {size(free)} free" in refused.message
+                continue
+            pairs = zip((BILLION, SMALL), found, strict=True)
+            taken = [weights.num_bytes(one.precision) + one.kv_bytes for weights, one in pairs]
+            assert 0 <= int(free * 0.8) - engines * sum(taken) < 2 * engines
+            assert found[0].kv_bytes == found[1].kv_bytes >= LEAST_KV_BYTES
+
+
+def test_the_model_that_frees_the_most_memory_is_kept_in_smaller_numbers_first() -> None:
+    assert [one.precision for one in both(8 * GIB)] == [FLOAT32, FLOAT32]
+    assert [one.precision for one in both(6 * GIB)] == [BFLOAT16, FLOAT32]
+    assert [one.precision for one in both(int(2.25 * GIB))] == [SMALLEST, BFLOAT16]
+
+
+def test_what_the_user_gives_a_models_kv_counts() -> None:
+    large, small = both(9 * GIB, kv_bytes=GIB)
+    assert small.kv_bytes == GIB
+    assert large.kv_bytes == int(9 * GIB * 0.8) - int(5.5 * GIB) - GIB
+    with pytest.raises(InvalidArgument) as refused:
+        both(9 * GIB, kv_bytes=7 * GIB)
+    assert "large: 1 engine process would each take" in refused.value.message
+    assert "small: 1 engine process would each take 128 MiB" in refused.value.message
+    assert "and 7 GiB for KV, and of 9 GiB free 7.2 GiB may be used" in refused.value.message
 
 
 @pytest.mark.parametrize("kind", ["awq", "compressed int8"])
@@ -163,8 +215,7 @@ def test_no_speed_is_said_of_a_model_that_reads_some_of_its_weights(tmp_path: Pa
     )
     weights = read_weights(tmp_path)
     assert weights == ModelWeights(1 << 29, 0, is_sparse=True)
-    settings: Any = {"dtype": "auto", "quantize": "none", "threads": 1, "cpu": AMX}
-    assert "tokens/s" not in choose(weights, 1, 9 * GIB, **settings).words
+    assert "tokens/s" not in chosen(9 * GIB, weights=weights).words
 
 
 def test_the_kernel_says_what_the_cpu_can_do(tmp_path: Path) -> None:

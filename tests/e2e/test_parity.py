@@ -52,7 +52,7 @@ def prompts(vocab: int) -> list[list[int]]:
     return [[draw.randrange(3, vocab) for _ in range(length)] for length in LENGTHS]
 
 
-def expected(model: Path, asked: list[list[int]]) -> list[list[int]]:
+def expected(model: Path, asked: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     answers = []
     for prompt in asked:
@@ -60,7 +60,7 @@ def expected(model: Path, asked: list[list[int]]) -> list[list[int]]:
         out = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,

@@ -223,7 +223,7 @@ def add_parser(subparsers: Any) -> None:
         help=f"default: where `baton up` runs, else {DEFAULT_ADDRESS}",
     )
     access.add_arguments(parser)
-    parser.add_argument("--model", default="", help="default: the only one served")
+    parser.add_argument("--model", default="", help="default: the first one served")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default 1")

@@ -5,26 +5,30 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from batonlm.cli.forks import AVAILABLE
 from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
-from batonlm.cli.precision import Precision, choose_here
+from batonlm.cli.precision import ModelShare, Precision, choose_here, read_weights
 from batonlm.cli.throwaway_ca import ThrowawayCa
 from batonlm.core.errors import InvalidArgument, install
-from batonlm.engine.config import MIB
+from batonlm.engine.config import CHOICES, MIB
 from batonlm.rpc.address import check_listen, is_loopback, join
+from batonlm.rpc.config import flag, suggest
+from batonlm.rpc.model_folder import tokenizer_digest
 from batonlm.worker.hardware import GPU_SHARE, usable_gpus
 
 
-def gpu_memory_flags(engines: int, num_gpus: int, ranks: int = 1) -> tuple[str, ...]:
-    """Returns the flags for the memory of each of `engines` workers of `ranks` ranks. The processes
-    take GPUs evenly, and those that share one get equal parts of it."""
-    on_one = -(-engines * ranks // num_gpus)
+def gpu_memory_flags(ranks: int, num_gpus: int) -> tuple[str, ...]:
+    """Returns the flags for the memory of each worker, where all of them have `ranks` ranks. The
+    processes take GPUs evenly, and those that share one get equal parts of it."""
+    on_one = -(-ranks // num_gpus)
     return () if on_one == 1 else ("--memory-share", f"{GPU_SHARE / on_one:.3f}")
 
 
@@ -41,6 +45,9 @@ class UpOptions:
     """The user's options of `baton up`."""
 
     model: str = ""
+    """A folder or hub id. `of_model` says what more it may say."""
+    more_models: tuple[str, ...] = ()
+    """Others that are served beside it. Requests that name none are for the first one."""
     served_model_name: tuple[str, ...] = ()
     """The name that clients use, and others that stand for it; empty: the folder's or hub id."""
     max_model_len: int = 0
@@ -107,6 +114,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     grpc: str
     metrics: str
+    model: str = ""
+    """The name of its model; empty: it serves all."""
     is_fork: bool = False
     """Whether it starts as a fork of the process that imports for all engines, see `forks`."""
 
@@ -157,11 +166,101 @@ def resolve_model(model: str) -> tuple[Path, str]:
     return hub_folder(model), model
 
 
-def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
-    """Assigns flags and free ports to every process. Raises InvalidArgument.
+_OWN = {
+    name: type(getattr(UpOptions(), name))
+    for name in (
+        *("prefill", "decode", "tokenizer", "detokenizer", "max_model_len", "kv_memory_mib"),
+        *("tensor_parallel", "pipeline_parallel"),
+        *("dtype", "quantize", "kv_cache_dtype", "device"),
+    )
+}
+"""The options that one of several models may have for itself."""
 
-    ca: the issuer of their certificates; None: no TLS.
+
+def of_model(text: str, options: UpOptions) -> UpOptions:
+    """Returns the options of one model. text: `[NAME=]FOLDER_OR_ID[,OPTION=VALUE…]`, whose options
+    replace the common ones. A folder whose own name has these signs is taken as it is.
+
+    Raises InvalidArgument (`model`).
     """
+    if Path(text).expanduser().is_dir():
+        return replace(options, model=text, more_models=())
+    first, *given = text.split(",")
+    before, equals, folder = first.partition("=")
+    own: dict[str, Any] = {"model": folder if equals else first, "more_models": ()}
+    if equals:
+        if not before or options.served_model_name:
+            why = "names it too" if before else "has no name before ="
+            raise InvalidArgument(f"{first!r} {why}", field="model")
+        own["served_model_name"] = (before,)
+    for each in given:
+        option, _, value = each.partition("=")
+        name = option.strip().removeprefix("--").replace("-", "_")
+        if name not in _OWN:
+            names = [flag(known)[2:] for known in _OWN]
+            hint = suggest(option, names) or f"; it may have {', '.join(names)}"
+            raise InvalidArgument(f"a model has no option {option!r}{hint}", field="model")
+        try:
+            own[name] = _OWN[name](value)
+        except ValueError:
+            raise InvalidArgument(f"{each!r} is no whole number", field="model") from None
+        if name != "device" and name in CHOICES and value not in CHOICES[name]:
+            allowed = ", ".join(CHOICES[name])
+            raise InvalidArgument(f"{each!r} is not one of {allowed}", field="model")
+    return replace(options, **own)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model of a layout."""
+
+    options: UpOptions
+    """Its own."""
+    folder: Path
+    name: str
+    aliases: tuple[str, ...]
+
+    @property
+    def engines(self) -> int:
+        """Its engine processes, each with the weights or a rank's part of them."""
+        return self.options.prefill + self.options.decode
+
+    @property
+    def ranks(self) -> int:
+        return self.options.tensor_parallel * self.options.pipeline_parallel
+
+
+def served_models(options: UpOptions) -> list[ServedModel]:
+    """Returns the models, with their names. Raises InvalidArgument."""
+    texts = (options.model, *options.more_models)
+    if len(texts) > 1 and options.served_model_name:
+        raise InvalidArgument(
+            "names one model: give several their names by --model NAME=FOLDER",
+            field="served_model_name",
+        )
+    if len(texts) > 1 and options.vllm_engine:
+        raise InvalidArgument("its protocol names no model: serve one", field="vllm_engine")
+    found: list[ServedModel] = []
+    for text in texts:
+        own = of_model(text, options)
+        _check_numbers(own)
+        folder, name = resolve_model(own.model)
+        name, *aliases = own.served_model_name or (name,)
+        if "," in name and len(texts) > 1:
+            raise InvalidArgument(
+                f"{name!r} has a comma: give it another name, --model NAME=FOLDER", field="model"
+            )
+        if any(name == other.name for other in found):
+            raise InvalidArgument(
+                f"two models are called {name!r}: give one another name, --model NAME=FOLDER",
+                field="model",
+            )
+        found.append(ServedModel(own, folder, name, tuple(aliases)))
+    return found
+
+
+def _check_numbers(options: UpOptions) -> None:
+    """Raises InvalidArgument."""
     at_least_1 = ("decode", "tokenizer", "detokenizer", "routers")
     for name in (*at_least_1, "tensor_parallel", "pipeline_parallel"):
         if getattr(options, name) < 1:
@@ -171,43 +270,143 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
     for field_ in ("kv_memory_mib", "threads", "max_model_len"):
         if getattr(options, field_) < 0:
             raise InvalidArgument("must not be negative (0: chosen by Baton)", field=field_)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """In which numbers a model's engine processes compute, and in which memory."""
+
+    precision: Precision
+    memory: tuple[str, ...]
+    """Flags."""
+    words: str = ""
+    """For the user, where they were chosen here."""
+    forks: bool = False
+    """Whether they may start as forks: not with GPUs, and not with ranks, which are processes of
+    their own. A pinned worker is a command of its own."""
+
+
+def _numbers(models: Sequence[ServedModel], threads: int) -> list[_Numbers]:
+    """Shares out this machine's memory: of the host for those that compute on CPUs, and each GPU in
+    equal parts. Raises InvalidArgument, with the sums, where that does not suffice."""
+    gpus = [
+        {gpu.uuid for gpu in usable_gpus(model.options.device)}
+        if model.options.runner == "torch"
+        else set()
+        for model in models
+    ]
+    found: list[_Numbers] = []
+    for model, own in zip(models, gpus, strict=True):
+        options = model.options
+        memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
+        if own and not options.kv_memory_mib:
+            ranks = sum(
+                other.engines * other.ranks
+                for other, theirs in zip(models, gpus, strict=True)
+                if own & theirs
+            )
+            memory = gpu_memory_flags(ranks, len(own))
+        precision = Precision(options.dtype, options.quantize)
+        forks = AVAILABLE and not own and model.ranks == 1 and not options.engine_cpus
+        found.append(_Numbers(precision, memory, forks=forks and options.runner == "torch"))
+    # Fixed once for all, from the free memory before the first one starts, so that a restarted
+    # worker has the same pool and the same longest sequence as before.
+    on_cpus = [
+        index
+        for index, model in enumerate(models)
+        if model.options.runner == "torch"
+        and not gpus[index]
+        and (sys.platform == "linux" or not model.options.kv_memory_mib)
+    ]
+    shares = []
+    for model in map(models.__getitem__, on_cpus):
+        options = model.options
+        kv, weights = options.kv_memory_mib * MIB, read_weights(model.folder)
+        shares.append(
+            ModelShare(weights, model.engines, options.dtype, options.quantize, kv, model.name)
+        )
+    every = choose_here(shares, threads=threads) if shares else []
+    for index, chosen in zip(on_cpus, every, strict=True):
+        memory = ("--kv-memory-mib", str(chosen.kv_bytes // MIB))
+        found[index] = replace(
+            found[index], precision=chosen.precision, memory=memory, words=chosen.words
+        )
+    return found
+
+
+def _by_tokenizer(models: Sequence[ServedModel]) -> list[list[ServedModel]]:
+    """Returns the models in groups that one tokenizer and one detokenizer serve: their files are
+    the same, byte for byte."""
+    found: dict[str, list[ServedModel]] = {}
+    for model in models:
+        digest = tokenizer_digest(model.folder) if len(models) > 1 else ""
+        found.setdefault(digest, []).append(model)
+    return list(found.values())
+
+
+def _served(model: ServedModel) -> tuple[str, ...]:
+    return ("--model", str(model.folder), "--model-name", model.name)
+
+
+def _engine_flags(model: ServedModel, numbers: _Numbers, threads: int) -> tuple[str, ...]:
+    options, precision = model.options, numbers.precision
+    return (
+        *_served(model),
+        *("--threads", str(threads), "--transport", options.transport),
+        *("--exact", str(options.exact).lower()),
+        *("--dtype", precision.dtype, "--quantize", precision.quantize, "--device", options.device),
+        *("--kv-cache-dtype", options.kv_cache_dtype),
+        *("--tensor-parallel", str(options.tensor_parallel)),
+        *("--pipeline-parallel", str(options.pipeline_parallel)),
+        *numbers.memory,
+        *(("--max-model-len", str(options.max_model_len)) if options.max_model_len else ()),
+        *options.engine_flags,
+    )
+
+
+def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
+    """Assigns flags and free ports to every process. Raises InvalidArgument.
+
+    ca: the issuer of their certificates; None: no TLS.
+    """
     if not (is_loopback(options.host) or options.keys or options.allow_anonymous):
         raise InvalidArgument(
             f"{options.host} is reached from other machines, so clients have to show keys: give "
             "--keys FILE ('baton keys new' makes one), or --allow-anonymous to answer anybody",
             field="host",
         )
-    model, name = resolve_model(options.model)
-    name, *aliases = options.served_model_name or (name,)
-    engines = options.prefill + options.decode
+    models = served_models(options)
+    engines = sum(model.engines for model in models)
     threads = options.threads or max(1, (os.cpu_count() or 1) // engines)
-    memory: tuple[str, ...] = ("--kv-memory-mib", str(options.kv_memory_mib))
-    precision, note = Precision(options.dtype, options.quantize), ""
-    forks = False
-    if options.runner == "torch":
-        ranks = options.tensor_parallel * options.pipeline_parallel
-        if num_gpus := len(usable_gpus(options.device)):
-            if not options.kv_memory_mib:
-                memory = gpu_memory_flags(engines, num_gpus, ranks)
-        else:
-            # Ranks are processes of their own, and a pinned worker is a command of its own.
-            forks = AVAILABLE and engines > 1 and ranks == 1 and not options.engine_cpus
-        if not num_gpus and (sys.platform == "linux" or not options.kv_memory_mib):
-            # Fixed once for all, from the free memory before the first one starts, so that a
-            # restarted worker has the same pool and the same longest sequence as before.
-            chosen = choose_here(
-                model, engines, dtype=options.dtype, quantize=options.quantize, threads=threads
-            )
-            precision, note = chosen.precision, chosen.words
-            if not options.kv_memory_mib:
-                memory = ("--kv-memory-mib", str(chosen.kv_bytes // MIB))
-    encodes = [resolve_model(each) for each in options.embed_model]
-    others = options.tokenizer + options.detokenizer + len(encodes)
-    ports = iter(free_ports(2 * (engines + others)))
+    numbers = _numbers(models, threads)
+    note = "\n".join(
+        f"{model.name}: {own.words}" if len(models) > 1 else own.words
+        for model, own in zip(models, numbers, strict=True)
+        if own.words
+    )
     processes: list[ProcessSpec] = []
+    wanted: list[tuple[str, str, tuple[str, ...], bool]] = []
+    """Role, model, flags, and whether it is a fork."""
+    for role in ("tokenizer", "prefill", "decode", "detokenizer"):
+        if role in ENGINE_ROLES:
+            for model, own in zip(models, numbers, strict=True):
+                flags = _engine_flags(model, own, threads)
+                more = options.decode_flags if role == "decode" else ()
+                fork = own.forks and engines > 1
+                wanted += [(role, model.name, (*flags, *more), fork)] * getattr(model.options, role)
+        else:
+            for several in _by_tokenizer(models):
+                served = _served(several[0])
+                names = ",".join(model.name for model in several)
+                count = max(getattr(model.options, role) for model in several)
+                wanted += [(role, names, served, False)] * count
+    for each in options.embed_model:
+        folder, known_as = resolve_model(each)
+        flags = ("--model", str(folder), "--model-name", known_as, "--device", options.device)
+        wanted.append(("encode", known_as, (*flags, "--threads", str(threads)), False))
     addresses: dict[str, list[str]] = {}
-
-    def add(role: str, index: int, *flags: str) -> None:
+    ports = iter(free_ports(2 * len(wanted)))
+    for role, name, flags, fork in wanted:
         grpc, metrics = f"{HOST}:{next(ports)}", f"{HOST}:{next(ports)}"
         cpus = options.engine_cpus if role in ENGINE_ROLES else options.other_cpus
         listen = ("--listen", grpc, "--metrics-listen", metrics)
@@ -215,55 +414,21 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         module = ("batonlm.testing.worker", role) if fake else (f"batonlm.{role}",)
         tls = ca.flags(role) if ca else ()
         command = _command(module, cpus, *listen, *flags, *tls)
-        fork = forks and role in ENGINE_ROLES
-        processes.append(ProcessSpec(role, index, command, grpc, metrics, fork))
-        addresses.setdefault(role, []).append(grpc)
-
-    served = ("--model", str(model), "--model-name", name)
-    engine = (
-        *served,
-        *("--threads", str(threads), "--transport", options.transport),
-        *("--exact", str(options.exact).lower()),
-        *("--dtype", precision.dtype, "--quantize", precision.quantize, "--device", options.device),
-        *("--kv-cache-dtype", options.kv_cache_dtype),
-        *("--tensor-parallel", str(options.tensor_parallel)),
-        *("--pipeline-parallel", str(options.pipeline_parallel)),
-        *memory,
-        *(("--max-model-len", str(options.max_model_len)) if options.max_model_len else ()),
-        *options.engine_flags,
-    )
-    for role, count, flags in (
-        ("tokenizer", options.tokenizer, served),
-        ("prefill", options.prefill, engine),
-        ("decode", options.decode, (*engine, *options.decode_flags)),
-        ("detokenizer", options.detokenizer, served),
-    ):
-        for index in range(count):
-            add(role, index, *flags)
-    for index, (folder, known_as) in enumerate(encodes):
-        flags = ("--model", str(folder), "--model-name", known_as, "--device", options.device)
-        add("encode", index, *flags, "--threads", str(threads))
-    lists = [
-        part
-        for role, flag in (
-            ("tokenizer", "--tokenizers"),
-            ("prefill", "--prefills"),
-            ("decode", "--decodes"),
-            ("detokenizer", "--detokenizers"),
-            ("encode", "--encodes"),
-        )
-        for part in (flag, ",".join(addresses.get(role, [])))
-        if addresses.get(role)
-    ]
+        known = addresses.setdefault(role, [])
+        processes.append(ProcessSpec(role, len(known), command, grpc, metrics, name, fork))
+        known.append(grpc)
+    lists = [part for role, found in addresses.items() for part in (f"--{role}s", ",".join(found))]
     if options.keys:
         keys = str(Path(options.keys).expanduser().resolve())
         lists += ["--keys", keys]
     if options.vllm_engine:
-        lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(model)]
+        lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(models[0].folder)]
     if options.local_prefill_tokens >= 0:
         lists += ["--local-prefill-tokens", str(options.local_prefill_tokens)]
-    if aliases:
-        lists += ["--model", name, "--model-aliases", ",".join(aliases)]
+    if len(models) > 1 or models[0].aliases:
+        lists += ["--model", ",".join(model.name for model in models)]
+    if models[0].aliases:
+        lists += ["--model-aliases", ",".join(models[0].aliases)]
     if options.cors_origin:
         lists += ["--cors-origins", ",".join(options.cors_origin)]
     if options.allow_anonymous:
@@ -301,8 +466,9 @@ def check_machine(options: UpOptions) -> None:
     model, which is fetched if necessary. Raises BatonError naming the option."""
     _check_installed(options)
     _check_ports(options)
-    for model in (options.model, *options.embed_model):
-        check_folder(resolve_model(model)[0])
+    folders = [model.folder for model in served_models(options)]
+    for folder in (*folders, *(resolve_model(model)[0] for model in options.embed_model)):
+        check_folder(folder)
 
 
 def check_folder(folder: Path) -> None:

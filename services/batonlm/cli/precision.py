@@ -175,76 +175,119 @@ def candidates(cpu: frozenset[str]) -> list[Precision]:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelShare:
+    """A model whose engine processes share this machine's memory with those of others."""
+
+    weights: ModelWeights
+    engines: int
+    """Processes that each keep the weights."""
+    dtype: str = "auto"
+    """The option; only auto leaves something open."""
+    quantize: str = "none"
+    """The same."""
+    kv_bytes: int = 0
+    """For KV of each process, where the user says it; 0: an equal share of what is left."""
+    name: str = ""
+    """For messages, where there are several models."""
+
+    def needed(self, precision: Precision, engines: int = 0) -> int:
+        """The bytes of all its processes, or of so many, with the least that KV may have."""
+        each = self.weights.num_bytes(precision) + (self.kv_bytes or LEAST_KV_BYTES)
+        return (engines or self.engines) * each
+
+    def allowed(self, able: Sequence[Precision]) -> list[Precision]:
+        """What may be taken, best first. able: what can run on the CPU."""
+        if self.dtype != "auto":
+            return [Precision(self.dtype, self.quantize)]
+        if self.quantize != "none":
+            return [Precision(dtype, self.quantize) for dtype in ("float32", "bfloat16")]
+        return [one for one in able if one.quantize == "none" or not self.weights.is_packed]
+
+
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """How a model runs."""
 
     precision: Precision
     kv_bytes: int
-    """What is left for KV of each engine process."""
+    """What each of its engine processes has for KV."""
     words: str
     """One line for the user."""
 
 
-def choose_here(folder: Path, engines: int, *, dtype: str, quantize: str, threads: int) -> Chosen:
-    """What `choose` takes for a model's folder on this machine, as it is now."""
-    return choose(
-        read_weights(folder),
-        engines,
-        host_free_bytes(),
-        dtype=dtype,
-        quantize=quantize,
-        threads=threads,
-        cpu=cpu_flags(),
-    )
+def choose_here(models: Sequence[ModelShare], *, threads: int) -> list[Chosen]:
+    """What `choose` takes for the models on this machine, as it is now."""
+    return choose(models, host_free_bytes(), threads=threads, cpu=cpu_flags())
 
 
 def choose(
-    weights: ModelWeights,
-    engines: int,
-    free: int,
-    *,
-    dtype: str,
-    quantize: str,
-    threads: int,
-    cpu: frozenset[str],
-) -> Chosen:
-    """The best precision of those that the user leaves open that fits.
+    models: Sequence[ModelShare], free: int, *, threads: int, cpu: frozenset[str]
+) -> list[Chosen]:
+    """For each model the best precision of those that the user leaves open, so that all fit.
 
-    engines: processes that each keep the weights. free: bytes of host memory. dtype, quantize: the
-    options; only dtype auto leaves something open. threads: of a process. Raises InvalidArgument
-    (`model`), with what would fit, when nothing does.
+    Where they do not, the model whose next precision frees the most memory takes that one, until
+    they do. free: bytes of host memory. threads: of a process. Raises InvalidArgument (`model`),
+    with what would fit, when nothing does.
     """
-    able = [one for one in candidates(cpu) if one.quantize == "none" or not weights.is_packed]
-    if dtype != "auto":
-        allowed = [Precision(dtype, quantize)]
-    elif quantize != "none":
-        allowed = [Precision(dtype, quantize) for dtype in ("float32", "bfloat16")]
-    else:
-        allowed = able
+    able, usable = candidates(cpu), int(free * CPU_SHARE)
+    allowed = [model.allowed(able) for model in models]
+    taken = [found[0] for found in allowed]
+    while _needed(models, taken) > usable:
+        steps = []
+        for index, (model, now) in enumerate(zip(models, taken, strict=True)):
+            for lower in allowed[index][allowed[index].index(now) :]:
+                freed = model.needed(now) - model.needed(lower)
+                if freed > 0:
+                    steps.append((freed, index, lower))
+                    break
+        if not steps:
+            raise _too_much(models, taken, able, free)
+        _, index, lower = max(steps, key=lambda step: step[0])
+        taken[index] = lower
+    weights = [model.weights.num_bytes(one) for model, one in zip(models, taken, strict=True)]
+    left = usable - sum(
+        model.engines * (own + model.kv_bytes) for model, own in zip(models, weights, strict=True)
+    )
+    share = left // max(1, sum(model.engines for model in models if not model.kv_bytes))
+    found = []
+    for model, precision, options in zip(models, taken, allowed, strict=True):
+        kv = model.kv_bytes or share
+        words = _words(model.weights, precision, options, model.engines, kv, free, threads)
+        found.append(Chosen(precision, kv, words))
+    return found
 
-    def left(precision: Precision, engines: int) -> int:
-        return int(free * CPU_SHARE) // engines - weights.num_bytes(precision)
 
-    found = [one for one in allowed if left(one, engines) >= LEAST_KV_BYTES]
-    if not found:
-        least = min(allowed, key=weights.num_bytes)
-        fitting = [
-            f"{one.flags}{_ONE_ENGINE if fewer else ''} ({size(weights.num_bytes(one))})"
-            for fewer in (False, True)
-            for one in (able if weights.is_packed else [*able, INT4])
-            if left(one, 1 if fewer else engines) >= LEAST_KV_BYTES and (not fewer or engines > 1)
-        ]
-        would = f"what fits: {' or '.join(fitting[:2])}" if fitting else "nothing smaller fits"
-        each = size(weights.num_bytes(least))
-        raise InvalidArgument(
-            f"{engines} engine process{'es' * (engines > 1)} would each take {each} for weights in "
-            f"{least} and {size(LEAST_KV_BYTES)} or more for KV, and of {size(free)} free "
-            f"{size(int(free * CPU_SHARE))} may be used; {would}",
-            field="model",
-        )
-    precision = found[0]
-    kv = left(precision, engines)
-    return Chosen(precision, kv, _words(weights, precision, allowed, engines, kv, free, threads))
+def _needed(models: Sequence[ModelShare], precisions: Sequence[Precision], engines: int = 0) -> int:
+    pairs = zip(models, precisions, strict=True)
+    return sum(model.needed(precision, engines) for model, precision in pairs)
+
+
+def _too_much(
+    models: Sequence[ModelShare], least: Sequence[Precision], able: Sequence[Precision], free: int
+) -> InvalidArgument:
+    """Returns the error for models that do not fit in the least precisions that they may have."""
+    usable = int(free * CPU_SHARE)
+    packed = any(model.weights.is_packed for model in models)
+    smaller = [one for one in able if one.quantize == "none"] if packed else [*able, INT4]
+    fitting = []
+    for fewer in (False, True) if any(model.engines > 1 for model in models) else (False,):
+        for one in smaller:
+            if _needed(models, [one] * len(models), int(fewer)) <= usable:
+                weights = size(sum(model.weights.num_bytes(one) for model in models))
+                fitting.append(f"{one.flags}{_ONE_ENGINE if fewer else ''} ({weights})")
+    would = f"what fits: {' or '.join(fitting[:2])}" if fitting else "nothing smaller fits"
+    takes = "; ".join(
+        f"{model.name}: "
+        * (len(models) > 1)
+        + f"{model.engines} engine process{'es' * (model.engines > 1)} would each take "
+        f"{size(model.weights.num_bytes(one))} for weights in {one} and "
+        + (size(model.kv_bytes) if model.kv_bytes else f"{size(LEAST_KV_BYTES)} or more")
+        + " for KV"
+        for model, one in zip(models, least, strict=True)
+    )
+    return InvalidArgument(
+        f"{takes}, and of {size(free)} free {size(usable)} may be used; {would}", field="model"
+    )
 
 
 def _words(

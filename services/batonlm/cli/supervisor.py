@@ -433,6 +433,7 @@ class Supervisor:
             "processes": [
                 {
                     "role": spec.role,
+                    **({"model": spec.model} if spec.model else {}),
                     "pid": self._children[spec.name].pid,
                     "grpc": spec.grpc,
                     "metrics": self._layout.metrics_url(spec),

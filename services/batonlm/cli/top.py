@@ -45,7 +45,9 @@ class MetricsWindow:
     that was restarted.
     """
 
-    def __init__(self, length_s: float) -> None:
+    def __init__(self, length_s: float, model: str = "") -> None:
+        """model: the name of the process's model; empty: it serves all, or it is not known."""
+        self.model = model
         self._length_s = length_s
         self._readings: deque[tuple[float, Samples]] = deque()
 
@@ -144,12 +146,15 @@ _STATES = ("serving", "starting", "draining", "kv_only", "silent", "gone")
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """One role. None: the role has no such value, or no process that reports it was scraped."""
+    """One role, or one model's part of it. None: the role has no such value, or no process that
+    reports it was scraped."""
 
     role: str
+    model: str
+    """Empty: of all models, or not known."""
     workers: dict[str, int]
     """Number of workers in each state, as the routers see them; states without workers are left
-    out."""
+    out, and where a role has several models all are."""
     asked: int
     """Number of processes that were scraped."""
     queue: float | None
@@ -204,12 +209,22 @@ def view(windows: Mapping[str, Sequence[MetricsWindow]], away: Mapping[str, str]
         _overall(windows),
         # Encode workers are there only where somebody wants vectors.
         tuple(
-            _pool(role, windows.get(role, ()), routers)
+            _pool(role, model, group, routers if len(groups) == 1 else ())
             for role in ROLES
             if role != "encode" or windows.get(role)
+            for groups in [_by_model(windows.get(role, ()))]
+            for model, group in groups.items()
         ),
         dict(away),
     )
+
+
+def _by_model(windows: Sequence[MetricsWindow]) -> dict[str, list[MetricsWindow]]:
+    """One group at least."""
+    found: dict[str, list[MetricsWindow]] = {} if windows else {"": []}
+    for window in windows:
+        found.setdefault(window.model, []).append(window)
+    return found
 
 
 def _overall(windows: Mapping[str, Sequence[MetricsWindow]]) -> Overall:
@@ -235,7 +250,9 @@ def _overall(windows: Mapping[str, Sequence[MetricsWindow]]) -> Overall:
     )
 
 
-def _pool(role: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWindow]) -> PoolRow:
+def _pool(
+    role: str, model: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWindow]
+) -> PoolRow:
     if role == "router":
         states = {"serving": len(asked)} if asked else {}
     else:
@@ -252,7 +269,7 @@ def _pool(role: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWi
         }
         states = {state: number for state, number in seen.items() if number}
     if not asked:
-        return PoolRow(role, states, 0, None, None, None, None, None, None)
+        return PoolRow(role, model, states, 0, None, None, None, None, None, None)
     if role == "router":
         queue = _value(asked, "baton_queued_requests")
         running = _value(asked, "baton_requests_open") - queue
@@ -267,6 +284,7 @@ def _pool(role: str, asked: Sequence[MetricsWindow], routers: Sequence[MetricsWi
     steps = _increase(asked, "baton_step_seconds_count")
     return PoolRow(
         role,
+        model,
         states,
         len(asked),
         queue,
@@ -305,6 +323,8 @@ class MetricsSource:
     url: str
     trust: ssl.SSLContext | None = None
     key: str = ""
+    model: str = ""
+    """See `MetricsWindow`."""
 
 
 class Watch:
@@ -325,7 +345,7 @@ class Watch:
             if found is None or role not in ROLES:
                 away[source.url] = fault or "is no process of a Baton"
                 continue
-            window = self._windows.setdefault(source.url, MetricsWindow(WINDOW_S))
+            window = self._windows.setdefault(source.url, MetricsWindow(WINDOW_S, source.model))
             window.add(monotonic(), _kept(found))
             windows.setdefault(role, []).append(window)
         gone = self._windows.keys() - {source.url for source in sources}
@@ -400,13 +420,17 @@ def _overall_table(overall: Overall) -> Table:
 
 def _pools(shown: View) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    several = len({pool.role for pool in shown.pools}) < len(shown.pools)
     table.add_column("pool", no_wrap=True, min_width=11)
+    if several:
+        table.add_column("model", overflow="ellipsis")
     table.add_column("workers")
     for name in ("queue", "tokens", "running", "KV", "tokens/s", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     for pool in shown.pools:
         table.add_row(
             pool.role,
+            *([pool.model] if several else []),
             _workers(pool),
             _number(pool.queue),
             _number(pool.waiting_tokens),
@@ -528,7 +552,7 @@ def _sources(args: argparse.Namespace) -> Callable[[], Sequence[MetricsSource]]:
         return [
             MetricsSource(each["metrics"], trusted, said.get("token", ""))
             if each["role"] == "router"
-            else MetricsSource(each["metrics"])
+            else MetricsSource(each["metrics"], model=each.get("model", ""))
             for each in said.get("processes", ())
         ]
 

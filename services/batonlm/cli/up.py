@@ -32,7 +32,7 @@ from rich.progress import Progress as Bars
 
 from batonlm.cli import state, throwaway_ca
 from batonlm.cli.access import KEY_VARIABLE, Access
-from batonlm.cli.layout import Layout, UpOptions, check_machine, plan, resolve_model
+from batonlm.cli.layout import Layout, UpOptions, check_machine, plan, served_models
 from batonlm.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import CHOICES
@@ -164,7 +164,11 @@ _COUNTS = ("prefill", "decode", "tokenizer", "detokenizer", "routers")
 def add_parser(subparsers: Any) -> None:
     defaults = UpOptions()
     parser = subparsers.add_parser("up")
-    parser.add_argument("--model", default="", help="folder or hub id (default: the bundled model)")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="MODEL",
+        help="folder or hub id (default: the bundled model), with a name and options of its own: "
+        "NAME=MODEL,decode=2,dtype=bfloat16; given again: one more model",
+    )  # fmt: skip
     parser.add_argument(
         "--served-model-name", nargs="+", default=(), metavar="NAME",
         help="the model's name for clients, and others that stand for it (default: the folder's)",
@@ -302,6 +306,8 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> UpOptions:
     names = UpOptions.__dataclass_fields__.keys() & vars(args).keys()
     values: dict[str, Any] = {name: getattr(args, name) for name in names}
+    values["model"], *more = args.model or [""]
+    values["more_models"] = tuple(more)
     for name in ("served_model_name", "cors_origin", "embed_model"):
         values[name] = tuple(values[name])
     return UpOptions(**values)
@@ -544,8 +550,7 @@ def _end(supervisor: subprocess.Popen[bytes]) -> None:
 
 
 def _model_name(args: argparse.Namespace) -> str:
-    name: str = [*args.served_model_name, resolve_model(args.model)[1]][0]
-    return name
+    return served_models(_options(args))[0].name
 
 
 def _after_start(args: argparse.Namespace, description: dict[str, Any]) -> None:

@@ -24,13 +24,17 @@ statuses.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable
+from difflib import get_close_matches
 from enum import Enum
 
 MOST_NAMED = 20
 """Longer lists of names end with "…" in a message."""
 MOST_LETTERS = 200
 """Of a client's own words that a message repeats."""
+MOST_COMPARED = 64
+"""Names of a longer list that are compared with an unknown one: its neighbours by alphabet."""
 
 
 class Reason(Enum):
@@ -90,12 +94,14 @@ class ModelNotFound(BatonError):
 
 
 def model_not_found(model: str, served: Iterable[str]) -> ModelNotFound:
-    """Returns the error for a model that is not among the served ones."""
-    names = sorted(served)
+    """Returns the error for a model that is not among the served ones; it names the nearest."""
+    names, model = sorted(served), model[:MOST_LETTERS]
     known = ", ".join(map(repr, names[:MOST_NAMED])) + ", …" * (len(names) > MOST_NAMED)
     there = f"it serves {known}" if names else "it serves none now"
-    text = f"This server has no model {model[:MOST_LETTERS]!r}: {there}."
-    return ModelNotFound(text, field="model")
+    start = max(0, bisect(names, model) - MOST_COMPARED // 2)
+    near = get_close_matches(model, names[start : start + MOST_COMPARED], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ModelNotFound(f"This server has no model {model!r}: {there}.{hint}", field="model")
 
 
 class Unauthenticated(BatonError):

@@ -29,7 +29,7 @@ from queue import Empty
 from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 from batonlm.cli.layout import check_folder, resolve_model
-from batonlm.cli.precision import FLOAT32, choose_here
+from batonlm.cli.precision import FLOAT32, ModelShare, choose_here, read_weights
 from batonlm.client.client import Answer
 from batonlm.client.messages import Messages, Options, chat_request, generate_request
 from batonlm.core.errors import (
@@ -126,7 +126,8 @@ def _with_precision(config: DecodeConfig, folder: Path) -> DecodeConfig:
     if given or sys.platform != "linux" or usable_gpus(config.device):
         return config
     threads = config.threads or len(os.sched_getaffinity(0))
-    chosen = choose_here(folder, 1, dtype="auto", quantize=config.quantize, threads=threads)
+    share = ModelShare(read_weights(folder), 1, quantize=config.quantize)
+    (chosen,) = choose_here([share], threads=threads)
     # Only numbers that were not asked for are worth a line to somebody who sees warnings.
     level = logging.INFO if chosen.precision == FLOAT32 else logging.WARNING
     log.log(level, "%s", chosen.words)

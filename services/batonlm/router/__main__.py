@@ -109,7 +109,8 @@ async def serve(config: RouterConfig) -> int:
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, config.model_aliases)
+        aliases = dict.fromkeys(config.model_aliases, *config.model[:1])
+        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, aliases)
         if config.cors_origins:
             app = with_cors(app, config.cors_origins)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)

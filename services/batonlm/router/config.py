@@ -74,8 +74,12 @@ class RouterConfig(ProcessOptions):
     detokenizers: tuple[str, ...] = option((), "detokenizer workers, likewise")
     encodes: tuple[str, ...] = option((), "encode workers, likewise; none: no vectors, no scores")
     routers: tuple[str, ...] = option((), "all routers that share the budgets, likewise")
-    model: str = option("", "name of the model served; empty: whatever the workers serve")
-    model_aliases: tuple[str, ...] = option((), "other names by which clients may name that model")
+    model: tuple[str, ...] = option(
+        (),
+        "names of the models served, first the one of requests that name none; a request for one "
+        "that has no worker waits; empty: whatever the workers serve",
+    )
+    model_aliases: tuple[str, ...] = option((), "other names of the first of these models")
     cors_origins: tuple[str, ...] = option(
         (),
         "web pages of these origins (https://name[:port]) may call HTTP from a browser, with a key "

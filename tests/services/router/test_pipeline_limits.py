@@ -166,7 +166,9 @@ async def test_a_role_without_any_worker_is_named_at_once(world: World, role: st
 
 async def test_an_alias_stands_for_the_model(world: World) -> None:
     name = language.MODEL.name
-    await world.start(RouterConfig(local_prefill_tokens=0, model=name, model_aliases=("gpt-4o",)))
+    await world.start(
+        RouterConfig(local_prefill_tokens=0, model=(name,), model_aliases=("gpt-4o",))
+    )
     await world.ask(replace(REQUEST, model="gpt-4o"))
     with pytest.raises(ModelNotFound, match=f"it serves 'gpt-4o', '{name}'"):
         await world.ask(replace(REQUEST, model="gpt-5"))

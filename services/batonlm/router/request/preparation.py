@@ -79,9 +79,9 @@ class Preparation:
 
     def models(self) -> list[ModelDescription]:
         """The models that generate and can be requested now."""
-        wanted = self._services.config.model
+        expected = self._services.config.model
         served = models_of(self._services.fleet.decodes.snapshots())
-        return [model for model in served if wanted in ("", model.name)]
+        return [model for model in served if not expected or model.name in expected]
 
     async def prepare(self, context: RequestContext) -> Prepared:
         """Raises BatonError."""
@@ -309,12 +309,12 @@ class Preparation:
             stages.over(None)
 
     async def _model(self, context: RequestContext) -> ModelDescription:
-        """Returns the model to use; waits while there is no worker."""
+        """Returns the model to use; waits while there is no worker that may serve it."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
-        if name in config.model_aliases:
-            name = config.model
-        if name and config.model and name != config.model:
-            raise model_not_found(name, [config.model, *config.model_aliases])
+        if config.model and (not name or name in config.model_aliases):
+            name = config.model[0]
+        if config.model and name not in config.model:
+            raise model_not_found(name, [*config.model, *config.model_aliases])
         loop = asyncio.get_running_loop()
         give_up = loop.time() + config.wait_timeout_s
         while True:
@@ -324,9 +324,9 @@ class Preparation:
                     # Looks again: of one name there may be two models, and this request gets one of
                     # them.
                     return fleet.model_for(context.request_id, model.name) or model
-            if models:
+            if models and not config.model:
                 raise model_not_found(name, {model.name for model in models})
             left = give_up - loop.time()
             if left <= 0 or not fleet.decodes.awaited:
-                raise fleet.decodes.absent()
+                raise fleet.decodes.absent(model=bool(models))
             await fleet.changed.wait(left)

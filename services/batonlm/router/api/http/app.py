@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.resources import files
@@ -93,9 +93,9 @@ class HttpApp:
         registry: Collector,
         access: HttpAccess,
         pages: Sequence[BaseRoute] = (),
-        aliases: Sequence[str] = (),
+        aliases: Mapping[str, str] = {},
     ):
-        """aliases: other names of the only model."""
+        """aliases: other names, with the names of the models that they stand for."""
         self._access = access
         self._bodies = bodies = Bodies(pipeline)
         self._pipeline = pipeline
@@ -202,10 +202,10 @@ class HttpApp:
         models = self._pipeline.all_models()
         found = {model.name: self._model(model.name, model) for model in models}
         return found | {
-            name: self._model(name, model)
+            alias: self._model(alias, model)
             for model in models
-            for name in self._aliases
-            if model.task is ModelTask.GENERATE
+            for alias, name in self._aliases.items()
+            if name == model.name and model.task is ModelTask.GENERATE
         }
 
     def _model(self, name: str, model: ModelDescription) -> Json:

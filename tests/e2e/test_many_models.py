@@ -1,0 +1,134 @@
+"""Two real models behind one router: both answer as `transformers` does, also while one of them
+loses its only decode worker, and KV is never handed from one to the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from batonlm.v1 import inference_pb2
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, happens, options, until_it_comes_about
+from tests.e2e.test_parity import NEW_TOKENS, expected, prompts
+from tests.engine.tiny_models import save_tiny_model
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.deep
+
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of other shapes, with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "one": save_tiny_model("llama", folder / "one"),
+        "two": save_tiny_model("qwen3", folder / "two", seed=1),
+    }
+
+
+@pytest.fixture(scope="module")
+def relay(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    running = Relay(
+        tmp_path_factory.mktemp("running"),
+        *("--model", str(folders["one"]), "--model", f"second={folders['two']},prefill=2"),
+        *("--kv-memory-mib", "64"),
+    )
+    yield running
+    running.close()
+
+
+def generate(relay: Relay, model: str, prompt: list[int], max_tokens: int) -> Answer:
+    request = inference_pb2.GenerateRequest(model=model, options=options(max_tokens=max_tokens))
+    request.token_ids.ids.extend(prompt)
+    answer = Answer()
+    for response in relay.stub.Generate(request, timeout=PATIENCE_S):
+        answer.take(response.event)
+    assert answer.accepted is not None and answer.accepted.model == model
+    return answer
+
+
+def test_both_answer_as_transformers_does(relay: Relay, folders: dict[str, Path]) -> None:
+    asked = prompts(400)[::2]
+    right = {"one": expected(folders["one"], asked), "second": expected(folders["two"], asked)}
+    assert right["one"] != right["second"]
+    work = [(model, index) for index in range(len(asked)) for model in right]
+    with ThreadPoolExecutor(len(work)) as pool:
+        found = pool.map(lambda it: generate(relay, it[0], asked[it[1]], NEW_TOKENS), work)
+        for (model, index), answer in zip(work, found, strict=True):
+            assert answer.token_ids[0] == right[model][index], (model, index)
+    assert relay.metric(relay.router, "baton_kv_bytes_total") > 0
+    assert relay.metric(relay.router, "baton_retries_total") == 0
+
+
+def test_all_are_listed_and_the_nearest_is_named(relay: Relay) -> None:
+    listed = httpx.get(f"{relay.http}/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["one", "second"]
+    body: Any = {"model": "secnd", "prompt": "a", "max_tokens": 1}
+    answer = httpx.post(f"{relay.http}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("Did you mean 'second'?")
+    # Both models have the same tokenizer, so one process of each kind serves them.
+    models = {
+        role: [process["model"] for process in relay.processes(role)]
+        for role in ("tokenizer", "prefill", "decode", "detokenizer")
+    }
+    assert models == {
+        "tokenizer": ["one,second"],
+        "prefill": ["one", "second", "second"],
+        "decode": ["one", "second"],
+        "detokenizer": ["one,second"],
+    }
+    (line,) = relay.baton("status", "--json").stdout.splitlines()
+    assert json.loads(line)["models"] == ["one", "second"]
+    said = relay.baton("chat", "--model", "second", "--max-tokens", "4", "hello")
+    assert said.returncode == 0, said.stderr
+    shown = json.loads(relay.baton("top", "--json", "--interval", "0.1").stdout)
+    assert [(pool["role"], pool["model"], pool["asked"]) for pool in shown["pools"][:5]] == [
+        ("router", "", 1),
+        ("tokenizer", "one,second", 1),
+        ("prefill", "one", 1),
+        ("prefill", "second", 2),
+        ("decode", "one", 1),
+    ]
+
+
+def test_one_models_workers_die_and_the_others_streams_go_on(
+    relay: Relay, folders: dict[str, Path]
+) -> None:
+    asked = prompts(400)[4:10]
+    right = {
+        "one": expected(folders["one"], asked, LONG),
+        "second": expected(folders["two"], asked, LONG),
+    }
+
+    def killed() -> bool:
+        """Whether streams of the second model ran when its only decode worker was killed."""
+        victim = next(each for each in relay.processes("decode") if each["model"] == "second")
+        with ThreadPoolExecutor(2 * len(asked)) as pool:
+            runs = {
+                model: [pool.submit(generate, relay, model, prompt, LONG) for prompt in asked]
+                for model in right
+            }
+            happens(lambda: relay.running("decode").get(victim["pid"], 0) > 0, PATIENCE_S)
+            relay.kill(victim)
+            answers = {model: [run.result() for run in found] for model, found in runs.items()}
+        for model, found in answers.items():
+            assert [answer.token_ids[0] for answer in found] == right[model], model
+        relay.wait_for_all(gone=victim["pid"])
+        lost = relay.lost("decode")
+        ids = {
+            model: {answer.accepted.request_id for answer in found if answer.accepted}
+            for model, found in answers.items()
+        }
+        assert not lost & ids["one"]
+        return bool(lost & ids["second"])
+
+    until_it_comes_about(killed, "streams of the second model lost their worker")

@@ -1,0 +1,118 @@
+"""One router over the workers of two models: each request is served by workers of its own model,
+and what happens to one model's workers does not touch the other's requests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from batonlm.core.errors import ModelNotFound, Unavailable, model_not_found
+from batonlm.router.config import RouterConfig
+from batonlm.testing import language
+from batonlm.testing.scripted import (
+    ScriptedDecode,
+    ScriptedDetokenizer,
+    ScriptedPrefill,
+    ScriptedTokenizer,
+)
+from tests.services.router.conftest import PATIENCE_S, World, until
+from tests.services.router.disturbed import REQUEST, begin, check, finish
+
+BOTH = RouterConfig(local_prefill_tokens=0, model=("small", "large"), wait_timeout_s=PATIENCE_S)
+
+
+def workers_of(world: World, name: str, *, digest: str, tokenizer: str) -> None:
+    """Adds one worker of each role. The scripted tokens are the same for all models."""
+    model = replace(language.MODEL, name=name, digest=digest, tokenizer_digest=tokenizer)
+    layout = replace(language.LAYOUT, model_digest=digest)
+    world.tokenizers.append(ScriptedTokenizer(model=model))
+    world.prefills.append(ScriptedPrefill(world.network, model=model, layout=layout))
+    world.decodes.append(ScriptedDecode(world.network, model=model, layout=layout))
+    world.detokenizers.append(ScriptedDetokenizer(model=model))
+
+
+async def start(world: World, config: RouterConfig = BOTH, *, same: bool = False) -> None:
+    """small's workers come first. same: both models have the same weights and tokenizer."""
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    workers_of(world, "large", digest="d1" if same else "d2", tokenizer="t1" if same else "t2")
+    await world.run(config)
+
+
+def ran(world: World, index: int) -> int:
+    """The attempts that a model's engine workers had; every one needs both."""
+    prefills, starts = len(world.prefills[index].runs), len(world.decodes[index].starts)
+    assert prefills == starts
+    return starts
+
+
+@pytest.mark.parametrize("same", [False, True])
+async def test_each_request_has_workers_of_its_model(world: World, same: bool) -> None:
+    await start(world, same=same)
+    wanted = ["large", "small", "large", "large", ""]
+    async with asyncio.timeout(PATIENCE_S):
+        answers = await asyncio.gather(
+            *(world.ask(replace(REQUEST, model=name)) for name in wanted)
+        )
+    for answer, name in zip(answers, wanted, strict=True):
+        check(answer)
+        # Requests without a name are for the model that is named first.
+        assert answer.accepted.model == (name or "small")
+    assert (ran(world, 0), ran(world, 1)) == (2, 3)
+    if not same:
+        assert [len(one.begun) for one in world.tokenizers] == [2, 3]
+        assert [len(one.openings) for one in world.detokenizers] == [2, 3]
+    assert [model.name for model in world.pipeline.models()] == ["large", "small"]
+
+
+async def test_a_model_that_loses_its_workers_leaves_the_other_alone(world: World) -> None:
+    await start(world)
+    large, answer = await begin(world, replace(REQUEST, model="large"), 12)
+    small, other = await begin(world, replace(REQUEST, model="small"), 3)
+    address = world.addresses["decode"][1]
+    await world.decodes[1].kill()
+    await until(lambda: len(world.pipeline.models()) == 1)
+    check(await finish(small, other))
+    # New requests of the one are served, of the other wait: it is down, not unknown.
+    waiting = asyncio.create_task(world.ask(replace(REQUEST, model="large")))
+    for _ in range(8):
+        check(await world.ask(replace(REQUEST, model="small")))
+    assert not waiting.done()
+    model, layout = world.decodes[1].model, world.decodes[1].layout
+    again = ScriptedDecode(world.network, model=model, layout=layout)
+    world.decodes.append(again)
+    await again.start(address)
+    check(await finish(large, answer))
+    check(await waiting)
+    assert again.starts and len(world.decodes[0].starts) == 9
+    assert world.counted("baton_retries_total") <= 1
+    await until(world.nothing_left)
+
+
+async def test_a_model_without_workers_is_awaited_no_longer_than_others(world: World) -> None:
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    await world.run(replace(BOTH, wait_timeout_s=0.2))
+    with pytest.raises(Unavailable, match="No decode worker is ready for this model"):
+        await world.ask(replace(REQUEST, model="large"))
+    await until(world.nothing_left)
+
+
+@pytest.mark.parametrize("config", [BOTH, replace(BOTH, model=())], ids=["named", "found"])
+async def test_an_unknown_model_is_answered_with_the_nearest(
+    world: World, config: RouterConfig
+) -> None:
+    await start(world, config)
+    with pytest.raises(ModelNotFound) as caught:
+        await world.ask(replace(REQUEST, model="lage"))
+    assert caught.value.message == (
+        "This server has no model 'lage': it serves 'large', 'small'. Did you mean 'large'?"
+    )
+
+
+@pytest.mark.parametrize("names", [["m", "b" * 300], [f"adapter-{i}" for i in range(5000)]])
+def test_the_nearest_of_any_number_of_names_is_found(names: list[str]) -> None:
+    for name in names[1 :: max(1, len(names) // 50)]:
+        message = model_not_found(name[:-1] + "_", names).message
+        assert len(message) < 2000 and "Did you mean" in message
+    assert "Did you mean" not in model_not_found("zzzz" * 10000, names).message
