@@ -20,6 +20,7 @@ from batonlm.core.routing.routing import (
     decide,
     is_stalled,
     receiver_for,
+    shortage,
 )
 
 MODEL = ModelDescription("m", "d1", 100, 10, (), "t1")
@@ -258,3 +259,21 @@ def test_sequences_move_only_where_all_of_them_fit() -> None:
     assert receiver_for(demand, others, sender) is None
     places = replace(worker("h", running_sequences=2), max_sequences=4)
     assert receiver_for(demand, [*others, places], sender) == places.identity
+
+
+def test_a_workers_room_is_what_states_leave() -> None:
+    """A state of 20 positions takes two blocks of 16, of every sequence."""
+    plain = replace(
+        worker("w", running_sequences=3, free_blocks=10),
+        num_blocks=30,
+        fresh_sequences=2,
+        fresh_positions=5,
+    )
+    with_states = replace(plain, layout=replace(LAYOUT, state_positions=20))
+    demand = replace(DEMAND, input_tokens=60, choices=2)
+    assert (plain.free_positions, with_states.free_positions) == (155, 155 - 2 * 32)
+    assert (plain.used_positions, with_states.used_positions) == (320, 320 - 3 * 32)
+    assert plain.positions_taken(60, 2) == 62
+    assert with_states.positions_taken(60, 2) == 62 + 2 * 32
+    assert shortage(demand, plain) == 0
+    assert shortage(demand, with_states) == 62 + 64 - 91

@@ -49,6 +49,9 @@ class DisturbanceOptions:
     fake_token_ms: float = option(
         0.0, "more time of a fake step, for each token in it", unit="ms", minimum=0.0
     )
+    fake_state_positions: int = option(
+        0, "positions that a sequence's state takes, when steps are fake; 0: none", minimum=0
+    )
     kv_faults: str = option("", "what goes wrong with hand-overs; see 'baton chaos kv points'")
     poison_token: int = option(
         -1,
@@ -108,6 +111,7 @@ def open_disturbed(options: WorkerOptions, loading: Loading) -> ModelRunner:
         wire_dtype=options.kv_wire_dtype,
         step_seconds=options.fake_step_ms / 1000,
         token_seconds=options.fake_token_ms / 1000,
+        state_positions=options.fake_state_positions,
     )
     if options.poison_token >= 0:
         log.warning("THIS WORKER DIES OF TOKEN %d ON PURPOSE", options.poison_token)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.model import KvLayout, WorkerIdentity
 from batonlm.core.request.request import Request, TextPrompt
 from batonlm.core.routing.failures import Breaker
 from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed, WorkerState
 from batonlm.router.config import RouterConfig
+from batonlm.router.request.dispatcher import FleetLedger, Placement
 from batonlm.router.workers.fleet import Pool, Worker
 from tests.services.router.conftest import World, until
 
@@ -123,3 +124,21 @@ def test_a_report_makes_what_is_fresh_old_and_snapshots_are_kept() -> None:
     last = worker.snapshot
     assert last is not None
     assert (last.num_sequences, last.waiting_tokens) == (0, 7)
+
+
+def test_a_decode_worker_has_room_for_states_or_gets_nothing() -> None:
+    nothing: Any = None
+    layout = KvLayout("d", "float32", 1, 1, 8, 8, state_positions=20)
+    identity = WorkerIdentity("decode", "d", "")
+    described = WorkerDescription(identity, layout=layout, block_size=16)
+    worker = Worker(described, nothing, nothing, Breaker())
+    # Two blocks of each sequence are its state's.
+    worker.report(WorkerLoad(WorkerState.SERVING, running_sequences=1, free_blocks=10))
+    ledger = FleetLedger(nothing)
+    assert ledger.has_kv(worker, described.positions_taken(126, 1))
+    undo = ledger.take(Placement(None, worker, nothing), 10, 2)
+    assert ledger.held["kv_positions"] == 10 + 2 * (1 + 32)
+    assert not ledger.has_kv(worker, described.positions_taken(52, 1))
+    assert ledger.has_kv(worker, described.positions_taken(51, 1))
+    undo()
+    assert ledger.held["kv_positions"] == 0
