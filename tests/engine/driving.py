@@ -38,8 +38,11 @@ def generate(
     chunk: int = 10_000,
     start: int = 0,
     params: SamplingParams = GREEDY,
+    adapters: Sequence[str] = (),
 ) -> list[list[int]]:
     """All sequences at once, each advancing by at most `chunk` positions a step.
+
+    adapters: of each sequence; none are the model alone.
 
     start: how many positions already have their KV, at most a prompt's length less one.
     """
@@ -56,7 +59,9 @@ def generate(
             position = len(text) - len(prompts[i])
             row = SampleRow(i, 0, position, params, (), tuple(text), len(prompts[i]))
             last = done[i] + len(new) == len(text)
-            chunks.append(Chunk(i, new, done[i], tables[i], (row,) if last else ()))
+            adapter = adapters[i] if adapters else ""
+            samples = (row,) if last else ()
+            chunks.append(Chunk(i, new, done[i], tables[i], samples, adapter=adapter))
             done[i] += len(new)
         runner.submit(StepPlan(step, tuple(chunks)))
         result = runner.collect()

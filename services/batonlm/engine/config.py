@@ -36,6 +36,8 @@ _AT_LEAST_0 = (
     "kv_memory_bytes",
     "swap_host_bytes",
     "swap_disk_bytes",
+    "adapter_memory_bytes",
+    "adapter_host_bytes",
 )
 
 
@@ -84,6 +86,11 @@ class EngineConfig:
     """The same of a file."""
     swap_folder: str = ""
     """Where that file is made; "" is the system's folder for temporary files."""
+    adapter_memory_bytes: int = 0
+    """Of the device's memory, for adapters that are ready to compute; 0: none are loaded."""
+    adapter_host_bytes: int = 0
+    """Of host memory, for all adapters that are loaded, as they are stored; 0 is as much as
+    adapter_memory_bytes."""
     graphs: bool = True
     """Whether decode steps are recorded as CUDA graphs."""
     kv_cache_dtype: str = "auto"
@@ -109,6 +116,11 @@ class EngineConfig:
                 raise InvalidArgument(f"{name} must be more than 0", field=name)
         if not 0.0 < self.memory_share <= 1.0:
             raise InvalidArgument("memory_share must be above 0, at most 1", field="memory_share")
+
+    @property
+    def all_adapter_bytes(self) -> int:
+        """Of host memory, for all adapters that are loaded."""
+        return self.adapter_host_bytes or self.adapter_memory_bytes
 
 
 _SPINS = "100000"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -63,6 +63,16 @@ def model_digest(
             digest.update(found)
             read(count)
     return digest.hexdigest() + ("" if quantize == "none" else f"-{quantize}")
+
+
+def adapter_digest(files: Mapping[str, bytes]) -> str:
+    """BLAKE2b-128 in hex over the names, sizes and contents of an adapter's files. Unlike a model's
+    weights they may be a stranger's, and nobody's may pass for another's."""
+    digest = blake2b(digest_size=16)
+    for name, content in sorted(files.items()):
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def fetched_digest(folder: Path) -> str:

@@ -77,6 +77,8 @@ class MemoryPlan:
     swap_disk_blocks: int
     model_len: int
     """Positions of the longest sequence that was asked for."""
+    adapter_bytes: int = 0
+    """For adapters; on a CPU also those that are not ready to compute."""
 
     @property
     def num_positions(self) -> int:
@@ -103,9 +105,10 @@ class MemoryPlan:
         return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
 
     def needed_bytes(self, sequences: int) -> int:
-        """For so many sequences of model_len at once, with weights and activations."""
+        """For so many sequences of model_len at once, with all else."""
         blocks = sequences * blocks_for(self.model_len, self.block_size)
-        return self.weights_bytes + self.activation_bytes + blocks * self.block_bytes
+        others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
+        return others + blocks * self.block_bytes
 
     @property
     def swap_host_bytes(self) -> int:
@@ -119,7 +122,8 @@ class MemoryPlan:
     def taken_bytes(self) -> int:
         """Of the device's memory; what is swapped out of a GPU is in the host's."""
         swap = self.swap_host_bytes if self.device == "cpu" else 0
-        return self.weights_bytes + self.activation_bytes + self.kv_bytes + swap
+        others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
+        return others + self.kv_bytes + swap
 
     @property
     def left_bytes(self) -> int:
@@ -135,6 +139,7 @@ class MemoryPlan:
             ("free", f"{size(self.free_bytes)} on {self.device} before loading"),
             ("weights", size(self.weights_bytes)),
             ("activations", f"{size(self.activation_bytes)} for the largest step"),
+            *([("adapters", size(self.adapter_bytes))] if self.adapter_bytes else []),
             (
                 "KV",
                 f"{size(self.kv_bytes)} in {self.num_blocks} blocks of {self.block_size} positions"
@@ -186,6 +191,7 @@ def plan_memory(
         swap_host_blocks=config.swap_host_bytes // block_bytes,
         swap_disk_blocks=config.swap_disk_bytes // block_bytes,
         model_len=model_len,
+        adapter_bytes=_adapter_bytes(config, device),
     )
     field, blocks = _blocks(config, plan)
     plan = replace(plan, num_blocks=blocks)
@@ -233,6 +239,11 @@ def size(count: int) -> str:
     return f"{number:.0f} {unit}" if unit == "B" or abs(number) >= 100 else f"{number:.3g} {unit}"
 
 
+def _adapter_bytes(config: EngineConfig, device: str) -> int:
+    ready = config.adapter_memory_bytes
+    return 0 if not ready else ready + (config.all_adapter_bytes if device == "cpu" else 0)
+
+
 def _blocks(config: EngineConfig, plan: MemoryPlan) -> tuple[str, int]:
     """How many, and the field that decided it."""
     if config.num_blocks:
@@ -251,6 +262,8 @@ def _sum(plan: MemoryPlan) -> str:
         f"activations {size(plan.activation_bytes)}",
         f"KV {size(plan.kv_bytes)}",
     ]
+    if plan.adapter_bytes:
+        parts.append(f"adapters {size(plan.adapter_bytes)}")
     if plan.device == "cpu" and plan.swap_host_bytes:
         parts.append(f"swap memory {size(plan.swap_host_bytes)}")
     return " + ".join(parts)

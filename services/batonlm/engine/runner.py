@@ -7,17 +7,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.errors import Internal, InvalidArgument, NotFound
 from batonlm.core.handover.leaf_hash import WORD_BYTES
 from batonlm.core.kvcache.block_pool import Extents
-from batonlm.core.request.model import SCALED, ModelDescription
-from batonlm.core.scheduler.plan import KvPayload, StagingMemory, StepPlan, StepResult
+from batonlm.core.request.model import SCALED, AdapterDescription, ModelDescription
+from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.plan import (
+    Chunk,
+    KvPayload,
+    SampleRow,
+    StagingMemory,
+    StepPlan,
+    StepResult,
+)
 from batonlm.engine import selfcheck
+from batonlm.engine.adapters.store import Adapters
 from batonlm.engine.attention.backends import open_backend, runs_triton
 from batonlm.engine.attention.interface import AttentionContext, Backend, ForwardPass
 from batonlm.engine.attention.own import FAULTS, OwnBackend, run_own
@@ -108,6 +118,7 @@ class TorchRunner:
         self._last = self._peers.last_tokens(self.memory.device)
         self._counts = TokenCounts(self.memory.device)
         self._graphs: DecodeGraphs | None = None
+        self._adapters: Adapters | None = None
         self._row_counts: frozenset[int] = frozenset()
         self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
 
@@ -163,6 +174,8 @@ class TorchRunner:
         )
         runner = cls(network, model, backend, swap_memory, peers)
         runner._prepare(config, loaded, texts, expected, rounding)
+        if config.adapter_memory_bytes:
+            runner._take_adapters(config, loaded, texts[0])
         if not is_lossless(shape.kept, shape.layout.dtype):
             runner.not_exact_because = (
                 f"KV is kept as {shape.kept} and handed over as {shape.layout.dtype}"
@@ -175,6 +188,17 @@ class TorchRunner:
     @property
     def exact(self) -> bool:
         return not self.not_exact_because
+
+    @torch.inference_mode()
+    def load_adapter(self, folder: Path) -> AdapterDescription:
+        if self._adapters is None:
+            raise InvalidArgument("this worker keeps no memory for adapters", field="adapter")
+        return self._adapters.load(folder)
+
+    def unload_adapter(self, digest: str) -> None:
+        if self._adapters is None:
+            raise NotFound("This worker has no adapters.", field="adapter")
+        self._adapters.unload(digest)
 
     def submit(self, plan: StepPlan) -> None:
         check_plan(plan, self)
@@ -214,7 +238,7 @@ class TorchRunner:
         """Drops weights and KV; the runner is not used after."""
         self._running.clear()
         self._swap.close()
-        for name in ("_graphs", "_network", "_backend", "memory"):
+        for name in ("_graphs", "_adapters", "_network", "_backend", "memory"):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -228,10 +252,17 @@ class TorchRunner:
         if not plan.chunks:
             # On the device, so that collecting the step waits for its copies.
             return torch.empty(0, self.model.vocab_size, device=self.memory.device)
+        if not any(chunk.adapter for chunk in plan.chunks):
+            if self._graphs is not None and self._graphs.fits(plan):
+                return self._graphs.run(plan, self._last)
+            return self._compute(plan)
+        if self._adapters is None:
+            raise Internal("a step has adapters, and none were loaded")
+        return self._adapters.forward(plan, self._compute)
+
+    def _compute(self, plan: StepPlan) -> torch.Tensor:
         if isinstance(self._backend, OwnBackend):
             return self._backend.forward(self._network, plan, self._last)
-        if self._graphs is not None and self._graphs.fits(plan):
-            return self._graphs.run(plan, self._last)
         inputs = self._backend.begin(plan)
         self._last.fill(plan, inputs.token_ids[0])
         return run_network(self._network, self._padded(inputs))
@@ -309,6 +340,21 @@ class TorchRunner:
         # Only what was used: clearing the rest would take its memory before anyone needs it.
         for table in tables:
             self._backend.forget(table)
+
+    def _take_adapters(self, config: EngineConfig, loaded: LoadedModel, text: list[int]) -> None:
+        """Has layers add what adapters do. text: a prompt for finding these layers."""
+        table: Extents = ((0, checked_blocks(self.model.max_model_len, self.block_size)),)
+        row = SampleRow(0, 0, 0, SamplingParams(temperature=0.0))
+        self._adapters = Adapters(
+            self._network,
+            lambda: self.forward(StepPlan(0, (Chunk(0, text, 0, table, (row,)),))),
+            config,
+            self.memory.device,
+            loaded.network.dtype,  # type: ignore[arg-type]
+            exact=self.exact,
+            alone=isinstance(self._backend, OwnBackend),
+        )
+        self._backend.forget(table)
 
     def _pack_weights(self, quantize: str, max_batch: int, *, exact: bool) -> None:
         """Raises NotExact."""

@@ -20,13 +20,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b, shake_128
+from pathlib import Path
 
-from batonlm.core.errors import Internal
+from batonlm.core.errors import Internal, InvalidArgument, NotFound
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
 from batonlm.core.request.attempt import Logprobs
 from batonlm.core.request.model import (
     DTYPE_BYTES,
     KV_DTYPES,
+    AdapterDescription,
     KvLayout,
     ModelDescription,
     row_bytes,
@@ -114,9 +116,9 @@ class FakeMemory:
 
 
 class FakeRunner:
-    """A ModelRunner whose tokens are hashes. Greedy tokens depend on the tokens so far, sampled
-    ones also on (seed, choice, position). Temperature, filters, penalties, biases and
-    allowed tokens change nothing.
+    """A ModelRunner whose tokens are hashes. Greedy tokens depend on the tokens so far and the
+    adapters that computed them, sampled ones also on (seed, choice, position). Temperature,
+    filters, penalties, biases and allowed tokens change nothing.
 
     eos_every: about one token in this many is the first end token; 0: none.
     step_seconds, token_seconds: duration of a step and additional duration per token; the thread
@@ -188,6 +190,7 @@ class FakeRunner:
         self._sampled: deque[dict[int, int]] = deque(maxlen=depth + delay_steps)
         self._waiting: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
+        self._adapters: dict[str, AdapterDescription] = {}
 
     @property
     def model(self) -> ModelDescription:
@@ -222,8 +225,31 @@ class FakeRunner:
     def exact(self) -> bool:
         return True
 
+    def load_adapter(self, folder: Path) -> AdapterDescription:
+        """Of any folder that has files; they are not looked at beyond their digest."""
+        try:
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            contents = [file.read_bytes() for file in files]
+        except OSError:
+            files = []
+        if not files:
+            raise InvalidArgument(f"adapter {folder.name}: it has no files", field="adapter")
+        digest = blake2b(digest_size=16)
+        for file, content in zip(files, contents, strict=True):
+            digest.update(f"{file.name} {len(content)}\n".encode() + content)
+        found = AdapterDescription(folder.name, digest.hexdigest(), 8, sum(map(len, contents)))
+        self._adapters[found.digest] = found
+        return found
+
+    def unload_adapter(self, digest: str) -> None:
+        if self._adapters.pop(digest, None) is None:
+            raise NotFound("This worker has no such adapter.", field="adapter")
+
     def submit(self, plan: StepPlan) -> None:
         check_plan(plan, self)
+        for chunk in plan.chunks:
+            if chunk.adapter and chunk.adapter not in self._adapters:
+                raise Internal(f"adapter {chunk.adapter} is not loaded")
         self._waiting.append(plan)
         while len(self._waiting) > self._delay_steps:
             self._run_oldest()
@@ -323,7 +349,8 @@ class FakeRunner:
         keys, values = [], []
         for offset, token_id in enumerate(token_ids):
             key = struct.pack("<ii", token_id, position + offset)
-            state = blake2b(state + key, digest_size=VALUE_SIZE, key=b"state").digest()
+            whole = state + key + chunk.adapter.encode()
+            state = blake2b(whole, digest_size=VALUE_SIZE, key=b"state").digest()
             keys.append(key)
             values.append(state)
         place = self._first_place + position
@@ -340,7 +367,8 @@ class FakeRunner:
             state = self._memory.read(chunk.extents, 0, size)
         states = []
         for token_id in token_ids:
-            state = shake_128(state + struct.pack("<i", token_id)).digest(len(state))
+            whole = state + struct.pack("<i", token_id) + chunk.adapter.encode()
+            state = shake_128(whole).digest(len(state))
             states.append(state)
         self._memory.write(chunk.extents, 0, size, state)
         return states

@@ -138,6 +138,19 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterDescription:
+    """A LoRA adapter: small matrices that are added to a model's own."""
+
+    name: str
+    digest: str
+    """In hex, over its files."""
+    rank: int
+    """The largest of its matrices'."""
+    num_bytes: int
+    """Of a worker's memory while it is ready to compute."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerIdentity:
     """Identifies one worker process."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from batonlm.core.errors import Internal
 from batonlm.core.handover.leaf_hash import Points
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
 from batonlm.core.request.attempt import Logprobs
-from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.core.request.model import AdapterDescription, KvLayout, ModelDescription
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import SamplingParams
 
@@ -72,6 +73,8 @@ class Chunk(NamedTuple):
     scored: Scored | None = None
     """Set when tokens of the prompt are scored; none of them lies behind the last position of a
     chunk with samples."""
+    adapter: str = ""
+    """The digest of the adapter that its sequence is computed with; "" is the model alone."""
 
     @property
     def end_position(self) -> int:
@@ -277,6 +280,18 @@ class ModelRunner(Protocol):
 
         Returns what undoes it; that is called before the memory is unmapped, when no copy runs.
         """
+
+    def load_adapter(self, folder: Path) -> AdapterDescription:
+        """Reads a LoRA adapter, whose digest chunks may name from then on. Its name is the
+        folder's. On any thread, beside steps; again for what is loaded already changes nothing.
+
+        Raises InvalidArgument (`adapter`) for what cannot be served as it is, and Overloaded where
+        the memory for adapters is full.
+        """
+
+    def unload_adapter(self, digest: str) -> None:
+        """Frees its memory. On the engine thread, when no step in flight names it. Raises NotFound
+        for one that is not loaded."""
 
     def submit(self, plan: StepPlan) -> None: ...
 

@@ -11,9 +11,9 @@ Triton's do. They round where transformers rounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -153,6 +153,17 @@ def _turn(heads: torch.Tensor, rotation: Rotation) -> None:
     part.mul_(rotation.cosines.unsqueeze(1)).add_(across)
 
 
+class LinearPart(NamedTuple):
+    """A linear layer of transformers', as the outputs of one that computes it."""
+
+    name: str
+    """In transformers' network."""
+    module: nn.Module
+    first: int
+    """Its first output there."""
+    outputs: int
+
+
 class GatedMlp(nn.Module):
     """down(silu(gate) * up), the products into gate and up being one."""
 
@@ -195,6 +206,10 @@ class Layer(nn.Module):
     def __init__(self, own: Any, recipe: Recipe, index: int, operators: Operators):
         super().__init__()
         attention = own.self_attn
+        self._parts = {
+            "merged": _sizes(attention, "self_attn", MERGED_ATTENTION, "qkv_proj"),
+            "mlp.gate_up": _sizes(own.mlp, "mlp", MERGED_MLP, "gate_up_proj"),
+        }
         self.merged = _merged(attention, MERGED_ATTENTION, "qkv_proj")
         self.output = attention.o_proj
         self.mlp: nn.Module
@@ -214,6 +229,18 @@ class Layer(nn.Module):
             recipe.rotates[index],
         )  # fmt: skip
         self._operators = operators
+
+    def linear_parts(self) -> Iterator[LinearPart]:
+        """By names within the layer; experts and their router are no linear layers."""
+        for path, sizes in self._parts.items():
+            first = 0
+            for name, outputs in sizes:
+                yield LinearPart(name, self.get_submodule(path), first, outputs)
+                first += outputs
+        last = {"self_attn.o_proj": self.output, "mlp.down_proj": getattr(self.mlp, "down", None)}
+        for name, module in last.items():
+            if module is not None:
+                yield LinearPart(name, module, 0, module.out_features)
 
     def forward(
         self,
@@ -250,6 +277,12 @@ class Decoder(nn.Module):
         self.head = network.lm_head
         self._operators = operators
 
+    def linear_parts(self) -> Iterator[LinearPart]:
+        """Where the linear layers of transformers' layers are computed now."""
+        for i, layer in enumerate(self.layers):
+            for part in layer.linear_parts():  # type: ignore[operator]
+                yield part._replace(name=f"model.layers.{i}.{part.name}")
+
     def get_output_embeddings(self) -> nn.Module:
         """The product into logits, by the name that transformers gives it."""
         head: nn.Module = self.head
@@ -280,6 +313,14 @@ def take_layers(network: Any) -> None:
     nothing else then holds the weights that the decoder packs."""
     network.model.layers = nn.ModuleList()
     network.lm_head = nn.Identity()
+
+
+def _sizes(own: Any, name: str, names: Sequence[str], merged_name: str) -> list[tuple[str, int]]:
+    """Names and outputs of what `_merged` makes one of, in order; none where there are none."""
+    found = [merged_name] if hasattr(own, merged_name) else names
+    return [
+        (f"{name}.{each}", getattr(own, each).out_features) for each in found if hasattr(own, each)
+    ]
 
 
 @torch.no_grad()

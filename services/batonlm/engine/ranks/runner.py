@@ -22,14 +22,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from batonlm.core.errors import Internal, InvalidArgument, Unavailable
+from batonlm.core.errors import Internal, InvalidArgument, NotFound, Unavailable
 from batonlm.core.handover.leaf_hash import WORD_BYTES, Points
 from batonlm.core.kvcache.block_pool import Extents
-from batonlm.core.request.model import KvLayout, ModelDescription
+from batonlm.core.request.model import AdapterDescription, KvLayout, ModelDescription
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import (
     KvPayload,
@@ -324,6 +325,12 @@ class RankedRunner:
         order."""
         return not self.not_exact_because
 
+    def load_adapter(self, folder: Path) -> AdapterDescription:
+        raise InvalidArgument("adapters are served by workers of one rank only", field="adapter")
+
+    def unload_adapter(self, digest: str) -> None:
+        raise NotFound("This worker has no adapters.", field="adapter")
+
     def submit(self, plan: StepPlan) -> None:
         check_plan(plan, self)
         # What tokens are drawn by concerns one rank, and may be long.
@@ -497,6 +504,8 @@ def _without_sampling(plan: StepPlan) -> StepPlan:
 
 def _load(ranks: Ranks, config: EngineConfig, progress: Callable[[int, int], None]) -> list[Opened]:
     size = ranks.tensor * ranks.stages
+    if config.adapter_memory_bytes:
+        raise InvalidArgument("adapters are served by workers of one rank only", field=FIELD)
     share = replace(
         config,
         kv_memory_bytes=config.kv_memory_bytes // size,
