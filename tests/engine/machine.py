@@ -13,7 +13,7 @@ def _multiplies_bytes() -> bool:
     return settle("int8", torch.device("cpu"), torch.float32) == "int8"
 
 
-needs_int8 = pytest.mark.skipif(not _multiplies_bytes(), reason="this CPU has no VNNI")
+needs_int8 = pytest.mark.skipif(not _multiplies_bytes(), reason="oneDNN has no quick int8 here")
 
 
 def _numpy_rows_stand_alone() -> bool:

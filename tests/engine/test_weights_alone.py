@@ -11,6 +11,7 @@ from torch import nn
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine import quantized
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee
 from batonlm.engine.linear import INT4, INT8_WEIGHTS, swap
@@ -92,13 +93,15 @@ def test_a_row_does_not_change_with_its_neighbours(form: str) -> None:
 
 
 def test_what_quantize_comes_down_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs whose 8-bit products overflow round weights alone."""
-    for features, wanted in (
-        ({"avx512_vnni": True}, "int8"),
-        ({"avx_vnni": True}, "int8"),
-        ({"avx2": True, "avx512_f": True}, "int8-weights"),
+    """CPUs whose 8-bit products overflow, or take for ever, round weights alone."""
+    for features, times, wanted in (
+        ({"avx512_vnni": True}, 1.5, "int8"),
+        ({"avx_vnni": True}, 1.5, "int8"),
+        ({"avx512_vnni": True}, 300.0, "int8-weights"),
+        ({"avx2": True, "avx512_f": True}, 1.5, "int8-weights"),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=features: found)
+        monkeypatch.setattr(quantized, "_times_of_float32", lambda found=times: found)
         assert settle("int8", CPU, torch.float32) == wanted
     assert settle("int4", CPU, torch.float32) == "int4"
     assert settle("none", torch.device("cuda"), torch.float16) == "none"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
+import timeit
 from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, linear, scaled_mm
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.exact import Product, random_rows
@@ -28,6 +30,8 @@ _INT4_GROUPS = (32, 64, 128, 256)
 """Sizes of groups that the product takes."""
 _INT4_OUTPUTS = 16
 """It takes multiples of so many."""
+_SLOW = 20.0
+"""Times of a float32 product, from which on an int8 product is taken for oneDNN's reference."""
 
 
 def settle(quantize: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -35,15 +39,15 @@ def settle(quantize: str, device: torch.device, dtype: torch.dtype) -> str:
     "int4" or "fp8".
 
     Without VNNI, oneDNN adds pairs of int8 products in 16 bits, which overflow without a sign: CPUs
-    that have neither VNNI nor AMX round weights only. Raises InvalidArgument(field="quantize")
-    where there are no such products.
+    that have neither VNNI nor AMX round weights only, as do those on which oneDNN computes such
+    products one by one. Raises InvalidArgument(field="quantize") where there are none at all.
     """
     if quantize in ("int8", "int4") and device.type != "cpu":
         raise InvalidArgument(
             f"quantize {quantize} is for CPUs; on {device.type} there is fp8", field="quantize"
         )
     if quantize == "int8" and not _has_int8_products():
-        log.warning("this CPU has neither VNNI nor AMX: int8 is of weights alone, and slower")
+        log.warning("this CPU does not multiply int8 quickly: int8 is of weights alone")
         return "int8-weights"
     if quantize == "fp8" and device.type == "cuda":
         if dtype != torch.bfloat16:
@@ -57,7 +61,20 @@ def settle(quantize: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def _has_int8_products() -> bool:
     features = torch.cpu.get_capabilities()
-    return any(features.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    named = any(features.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    return named and _times_of_float32() < _SLOW
+
+
+@lru_cache
+def _times_of_float32() -> float:
+    """How many times as long an int8 product takes as one of float32: about 1, or hundreds where
+    oneDNN finds no kernel and takes its reference, as 3.12 does on an AMD EPYC with VNNI."""
+    rows, weight = torch.ones(32, 256), torch.ones(256, 256)
+    products = bind_int8(weight, None), partial(linear, weight=weight)
+    rounded, plain = (
+        min(timeit.repeat(partial(product, rows), number=1, repeat=5)) for product in products
+    )
+    return rounded / plain
 
 
 def fits(weight: torch.Tensor, quantize: str) -> bool:
