@@ -386,6 +386,11 @@ def run(args: argparse.Namespace) -> int:
     traffic, targets = traffic_of(args), targets_of(args)
     basis = _basis(args)
     margins = margins_of(args, basis.link)
+    if basis.room.state and traffic.shared_prefix:
+        raise InvalidArgument(
+            f"the layers of {basis.facts.name} keep a state, so no prefix of it is cached",
+            field="shared_prefix",
+        )
     longest = round(traffic.prompts.p95 + traffic.outputs.p95)
     if longest > basis.facts.max_model_len:
         raise ContextLengthExceeded(
@@ -435,7 +440,8 @@ def _basis(args: argparse.Namespace) -> Basis:
         by_device = sizes("prefill", int(roofed.memory) // gpus, memory.weights_bytes // gpus)
         tokens = args.step_tokens or by_device.step_tokens
         prefill = PrefillRoofline(facts, roofed, efficiency, tokens)
-    room = KvRoom(memory.num_positions, args.sequences)
+    state = layout.state_blocks(memory.block_size) * memory.block_size
+    room = KvRoom(memory.num_positions, args.sequences, state)
     if decode_speed is not None:
         decode, room = MeasuredDecode(decode_speed), _room(measured, args.sequences)
     else:
@@ -509,7 +515,7 @@ def _check_same(layout: KvLayout, measured: Sequence[MeasuredSpeed]) -> None:
     """Raises InvalidArgument if a worker has another model, judging by the shape of its KV."""
     for one in measured:
         theirs = one.description.layout
-        for name in ("num_layers", "num_kv_heads", "key_size", "value_size"):
+        for name in ("num_layers", "num_kv_heads", "key_size", "value_size", "state_positions"):
             if theirs is not None and getattr(theirs, name) != getattr(layout, name):
                 raise InvalidArgument(
                     f"{one.address} has another model: {name} is {getattr(theirs, name)}, and "
@@ -525,7 +531,7 @@ def _room(measured: Sequence[MeasuredSpeed], sequences: int) -> KvRoom:
         if one.role == "decode":
             has = one.description
             most = min(sequences, has.max_sequences or sequences)
-            rooms.append(KvRoom(has.num_blocks * has.block_size, most))
+            rooms.append(KvRoom(has.num_blocks * has.block_size, most, has.state_room))
     return min(rooms, key=lambda room: room.positions)
 
 

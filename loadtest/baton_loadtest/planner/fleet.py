@@ -189,11 +189,17 @@ class PrefillPool:
 
 
 def plan_prefill(
-    traffic: Traffic, targets: Targets, margins: Margins, curve: PrefillCurve, wire_position: int
+    traffic: Traffic,
+    targets: Targets,
+    margins: Margins,
+    curve: PrefillCurve,
+    wire_position: int,
+    state: int,
 ) -> PrefillPool:
     """Returns the smallest pool that suffices for the work, for the link, and for 95 of 100 first
-    tokens in time. wire_position: bytes of a token's KV on the wire. Raises InvalidArgument for a
-    target that no number of workers meets, and for excessive traffic."""
+    tokens in time. wire_position: bytes of a token's KV on the wire. state: positions more that
+    move with each request. Raises InvalidArgument for a target that no number of workers meets, and
+    for excessive traffic."""
     prompts = traffic.prompts
     long = round(prompts.p95)
     long_s = curve.alone_s(traffic.cached(long), long)
@@ -208,7 +214,7 @@ def plan_prefill(
     square = prompts.average(lambda n: curve.busy_s(traffic.cached(n), n) ** 2)
     spread = max(0.0, square / mean_s**2 - 1.0) if mean_s else 0.0
     computed = prompts.average(lambda n: n - traffic.cached(n))
-    moved = computed * wire_position
+    moved = (computed + state) * wire_position
     load = traffic.rate * mean_s
     needs = {"work": load / margins.busy}
     if margins.link:
@@ -240,12 +246,15 @@ def plan_prefill(
     )
 
 
-def handover_s(curve: PrefillCurve, first: int, end: int, wire_position: int, link: float) -> float:
+def handover_s(
+    curve: PrefillCurve, first: int, end: int, wire_position: int, link: float, state: int = 0
+) -> float:
     """Returns the time from a prompt's first token until all its KV has arrived. Chunks are sent at
-    `link` bytes per second while later ones are computed."""
+    `link` bytes per second while later ones are computed; `state` positions more, of the sequence's
+    state, follow the last one."""
     compute_s = curve.alone_s(first, end)
     chunk = min(end - first, curve.step_tokens or end - first)
-    all_s, last_s = ((count * wire_position / link) for count in (end - first, chunk))
+    all_s, last_s = (((count + state) * wire_position / link) for count in (end - first, chunk))
     began_s = compute_s * chunk / (end - first)
     return max(last_s, began_s + all_s - compute_s)
 
@@ -261,6 +270,8 @@ class KvRoom:
     """Positions whose KV fits."""
     sequences: int
     """Maximum number of running sequences."""
+    state: int = 0
+    """Positions whose room each sequence's state takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +319,10 @@ def plan_decode(
     excessive traffic."""
     prompt = traffic.prompts.mean
     long = round(traffic.prompts.p95 + traffic.outputs.p95)
-    if long > room.positions:
+    if long + room.state > room.positions:
         raise InvalidArgument(
             f"a request of {long} tokens (the 95th percentiles) does not fit: a decode worker has "
-            f"room for the KV of {room.positions}",
+            f"room for the KV of {room.positions - room.state}",
             field="output",
         )
     # Longer outputs run longer, so they are overrepresented among running sequences.
@@ -325,7 +336,7 @@ def plan_decode(
             field="between_tokens_ms",
         )
     limits = {
-        "KV": max(1, int(room.positions / grown)),
+        "KV": max(1, int(room.positions / (grown + room.state))),
         "between tokens": _most(lambda rows: curve.step_s(rows, context), targets.between_tokens_s),
         "sequences": room.sequences,
     }
@@ -423,14 +434,14 @@ def plan_fleet(
     """room: of a decode worker. wire_position: bytes of a token's KV on the wire. Raises
     InvalidArgument with the target that cannot be met, and why."""
     prefilling, decoding = curves
-    prefill = plan_prefill(traffic, targets, margins, prefilling, wire_position)
+    prefill = plan_prefill(traffic, targets, margins, prefilling, wire_position, room.state)
     decode = plan_decode(traffic, targets, margins, decoding, room, prefill.moved_bytes)
     long = round(traffic.prompts.p95)
     return Fleet(
         prefill,
         decode,
         (traffic.outputs.mean - 1) / decode.tokens_per_s / prefill.mean_s if prefill.mean_s else 0,
-        handover_s(prefilling, traffic.cached(long), long, wire_position, margins.link)
+        handover_s(prefilling, traffic.cached(long), long, wire_position, margins.link, room.state)
         if margins.link
         else None,
     )

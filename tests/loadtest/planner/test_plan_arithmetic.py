@@ -315,3 +315,21 @@ def test_gpus_are_found_by_name_and_listed_when_not() -> None:
     with pytest.raises(InvalidArgument) as caught:
         known("H100")
     assert all(gpu.name in caught.value.message for gpu in KNOWN)
+
+
+def test_a_state_takes_room_and_moves_with_each_request() -> None:
+    state = 5_000
+    room = replace(ROOM, state=state)
+    plain, found = (
+        plan_fleet(chat(1), EASY, MARGINS, CURVES, each, BIG.wire_position) for each in (ROOM, room)
+    )
+    moved = found.prefill.moved_bytes - plain.prefill.moved_bytes
+    assert moved == pytest.approx(state * BIG.wire_position)
+    assert found.decode.fits == int(room.positions / (found.decode.grown + state))
+    assert found.decode.fits < plain.decode.fits
+    assert found.handover_s is not None and plain.handover_s is not None
+    more = state * BIG.wire_position / MARGINS.link
+    assert found.handover_s == pytest.approx(plain.handover_s + more)
+    with pytest.raises(InvalidArgument, match="room for the KV of 100"):
+        small = replace(ROOM, positions=state + 100, state=state)
+        plan_fleet(chat(1), EASY, MARGINS, CURVES, small, BIG.wire_position)
