@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from batonlm.v1 import inference_pb2
-from tests.e2e.relay import PATIENCE_S, Answer, Relay, happens, options, until_it_comes_about
+from tests.e2e.relay import (
+    PATIENCE_S,
+    Answer,
+    Relay,
+    eventually,
+    happens,
+    options,
+    until_it_comes_about,
+)
 from tests.e2e.test_parity import NEW_TOKENS, expected, prompts
 from tests.engine.tiny_models import save_tiny_model
 
@@ -36,8 +44,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def relay(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    folder = tmp_path_factory.mktemp("running")
+    (folder / "aliases.json").write_text('{"aliases": {"chat": {"models": {"one": 1}}}}')
     running = Relay(
-        tmp_path_factory.mktemp("running"),
+        folder,
+        *("--aliases", str(folder / "aliases.json")),
         *("--model", str(folders["one"]), "--model", f"second={folders['two']},prefill=2"),
         *("--kv-memory-mib", "64"),
     )
@@ -51,7 +62,7 @@ def generate(relay: Relay, model: str, prompt: list[int], max_tokens: int) -> An
     answer = Answer()
     for response in relay.stub.Generate(request, timeout=PATIENCE_S):
         answer.take(response.event)
-    assert answer.accepted is not None and answer.accepted.model == model
+    assert answer.accepted is not None and model in ("chat", answer.accepted.model)
     return answer
 
 
@@ -70,7 +81,7 @@ def test_both_answer_as_transformers_does(relay: Relay, folders: dict[str, Path]
 
 def test_all_are_listed_and_the_nearest_is_named(relay: Relay) -> None:
     listed = httpx.get(f"{relay.http}/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["one", "second"]
+    assert [model["id"] for model in listed] == ["one", "second", "chat"]
     body: Any = {"model": "secnd", "prompt": "a", "max_tokens": 1}
     answer = httpx.post(f"{relay.http}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 404
@@ -132,3 +143,22 @@ def test_one_models_workers_die_and_the_others_streams_go_on(
         return bool(lost & ids["second"])
 
     until_it_comes_about(killed, "streams of the second model lost their worker")
+
+
+def test_a_name_goes_to_another_model_and_back_while_all_runs(relay: Relay) -> None:
+    file = Path(relay.environment["XDG_STATE_HOME"]) / "aliases.json"
+
+    def served() -> str:
+        accepted = generate(relay, "chat", [5, 6, 7], 1).accepted
+        return accepted.model if accepted is not None else ""
+
+    pids = [process["pid"] for process in relay.processes()]
+    assert served() == "one"
+    for words, model in ((["one=0", "second=1"], "second"), (["--back"], "one")):
+        done = relay.baton("route", str(file), "chat", *words)
+        assert done.returncode == 0, done.stderr
+        eventually(lambda model=model: served() == model, PATIENCE_S, f"{model} is asked")
+    file.write_text("{")
+    eventually(lambda: "the former aliases stay" in relay.logs(), PATIENCE_S, "it is said")
+    assert served() == "one"
+    assert pids == [process["pid"] for process in relay.processes()]

@@ -37,6 +37,7 @@ OF_NO_REQUEST = {
     "router/workers/discovery.py": "a pool",
     "router/workers/discovery_k8s.py": "a pool",
     "router/api/access.py": "the file of keys",
+    "rpc/followed_file.py": "a file that the process follows",
     "router/workers/fleet.py": "a worker, or two that do not fit",
     "router/observe/records.py": "the file of usage records",
     "router/workers/shared_stream.py": "a worker's whole session",

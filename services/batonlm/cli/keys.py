@@ -7,17 +7,13 @@ contains only its hash.
 from __future__ import annotations
 
 import argparse
-import fcntl
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from batonlm.cli import router_files
 from batonlm.core.admission.api_keys import (
     KeyBook,
     TenantLimits,
@@ -26,7 +22,6 @@ from batonlm.core.admission.api_keys import (
     parse_limits,
     render,
 )
-from batonlm.core.errors import InvalidArgument, NotFound
 
 _HELP = {
     "weight": "share of a busy fleet, relative to other tenants'",
@@ -73,77 +68,31 @@ def run(args: argparse.Namespace) -> int:
         case "list":
             _list(args.file)
         case _:
-            with _changing(args.file) as book:
-                _replace(args.file, book.without(args.id))
+            with router_files.changing(args.file, parse) as book:
+                router_files.replace(args.file, render(book.without(args.id)))
     return 0
 
 
 def _new(args: argparse.Namespace) -> None:
     tenant = checked_name(args.tenant)
     given = {limit.name: getattr(args, limit.name) for limit in fields(TenantLimits)}
-    with _changing(args.file, create=True) as book:
+    with router_files.changing(args.file, parse, KeyBook()) as book:
         known = asdict(book.tenants.get(tenant, TenantLimits()))
         limits = known | {name: value for name, value in given.items() if value is not None}
         now = datetime.now(UTC).isoformat(timespec="seconds")
         changed, key = book.with_key(
             tenant, parse_limits(tenant, limits), now, operator=args.operator
         )
-        _replace(args.file, changed)
+        router_files.replace(args.file, render(changed))
     print(f"{changed.keys[-1].id} of {tenant}; this is the only time the key is shown:",
           file=sys.stderr)  # fmt: skip
     print(key)
 
 
 def _list(file: Path) -> None:
-    book = _read(file)
+    book = router_files.read(file, parse)
     for key in book.keys:
         limits = asdict(book.tenants[key.tenant]).items()
         shown = " ".join(f"{name}={value}" for name, value in limits if value not in (None, ""))
         kind = "operator " if key.operator else ""
         print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {kind}{shown}".rstrip())
-
-
-@contextmanager
-def _changing(file: Path, *, create: bool = False) -> Iterator[KeyBook]:
-    """Yields the book and holds a lock on the folder; the file itself is replaced."""
-    try:
-        folder = os.open(file.parent, os.O_RDONLY)
-    except OSError as error:
-        raise InvalidArgument(f"{file.parent}: {error.strerror}", field="file") from None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield KeyBook() if create and not file.exists() else _read(file)
-    finally:
-        os.close(folder)
-
-
-def _read(file: Path) -> KeyBook:
-    try:
-        return parse(file.read_text())
-    except FileNotFoundError:
-        raise NotFound(f"there is no {file}") from None
-    except (OSError, UnicodeDecodeError):
-        raise InvalidArgument(f"{file} cannot be read", field="file") from None
-    except InvalidArgument as error:
-        raise InvalidArgument(f"{file}: {error.field}: {error.message}", field="file") from None
-
-
-def _replace(file: Path, book: KeyBook) -> None:
-    """Replaces the file atomically, so that a router never reads a part. Only its owner can read
-    it."""
-    try:
-        fd, fresh = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    except OSError as error:
-        raise InvalidArgument(f"{file.parent}: {error.strerror}", field="file") from None
-    try:
-        with os.fdopen(fd, "w") as stream:
-            stream.write(render(book))
-            stream.flush()
-            os.fsync(stream.fileno())
-        if file.exists():
-            # A router of another user can still read it.
-            os.chmod(fresh, file.stat().st_mode & 0o777)
-        os.replace(fresh, file)
-    except BaseException:
-        Path(fresh).unlink(missing_ok=True)
-        raise

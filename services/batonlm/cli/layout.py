@@ -99,6 +99,8 @@ class UpOptions:
     """Cores for router, tokenizer and detokenizer."""
     keys: str = ""
     """File of the API keys that routers accept; empty: no keys are required."""
+    aliases: str = ""
+    """File of names that stand for models, which routers follow; empty: none."""
     vllm_engine: bool = False
     """Routers serve gateways and give them the model's tokenizer."""
     local_prefill_tokens: int = -1
@@ -418,9 +420,9 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         processes.append(ProcessSpec(role, len(known), command, grpc, metrics, name, fork))
         known.append(grpc)
     lists = [part for role, found in addresses.items() for part in (f"--{role}s", ",".join(found))]
-    if options.keys:
-        keys = str(Path(options.keys).expanduser().resolve())
-        lists += ["--keys", keys]
+    for option, file in (("--keys", options.keys), ("--aliases", options.aliases)):
+        if file:
+            lists += [option, str(Path(file).expanduser().resolve())]
     if options.vllm_engine:
         lists += ["--vllm-engine", "true", "--vllm-tokenizer", str(models[0].folder)]
     if options.local_prefill_tokens >= 0:

@@ -28,6 +28,7 @@ COMMANDS = {
     "chat": ("batonlm.cli.chat", "ask a running Baton something"),
     "doctor": ("batonlm.cli.doctor", "check this machine and say what to do"),
     "keys": ("batonlm.cli.keys", "make, list and remove API keys"),
+    "route": ("batonlm.cli.route", "say which models a name stands for, by weights"),
     "explain": (
         "batonlm.cli.explain",
         "where one request's time went, on which workers, and why there",

@@ -264,6 +264,10 @@ def add_parser(subparsers: Any) -> None:
         help="ask clients for API keys of this file ('baton keys new' makes it)",
     )  # fmt: skip
     parser.add_argument(
+        "--aliases", default="", metavar="FILE",
+        help="names that stand for models, by weights, in this file ('baton route' makes it)",
+    )  # fmt: skip
+    parser.add_argument(
         "--vllm-engine",
         action="store_true",
         help="routers also serve vllm.grpc.engine.VllmEngine, for gateways such as SMG",

@@ -12,6 +12,8 @@ from contextlib import suppress
 from starlette.types import ASGIApp
 
 from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.routing.aliases import Alias
+from batonlm.core.routing.aliases import parse as parse_aliases
 from batonlm.router.api.access import (
     Authenticator,
     KeyAuthenticator,
@@ -38,6 +40,7 @@ from batonlm.rpc import config as configuration
 from batonlm.rpc import lifecycle, logs
 from batonlm.rpc.address import AllowedHosts, is_loopback, split
 from batonlm.rpc.channels import Channels
+from batonlm.rpc.followed_file import FollowedFile
 from batonlm.rpc.loop import freeze_garbage
 from batonlm.rpc.metrics import REGISTRY, tell_role
 from batonlm.rpc.server import PUBLIC_STREAMS, Probes, ProcessServer, PublicLimits
@@ -74,7 +77,9 @@ async def serve(config: RouterConfig) -> int:
     metrics = RouterMetrics()
     tracer = config.tracer("router", identity.instance_id)
     usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
-    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage)
+    aliases = AliasFile(config) if config.aliases else None
+    now = aliases.now if aliases is not None else None
+    pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage, now)
     services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
     if config.vllm_engine:
         services.append(engine_service(pipeline, fleet, config))
@@ -109,8 +114,7 @@ async def serve(config: RouterConfig) -> int:
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        aliases = dict.fromkeys(config.model_aliases, *config.model[:1])
-        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, aliases)
+        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages)
         if config.cors_origins:
             app = with_cors(app, config.cors_origins)
         http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
@@ -122,6 +126,7 @@ async def serve(config: RouterConfig) -> int:
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
                 asyncio.create_task(Migrator(fleet, metrics).run()),
                 asyncio.create_task(authenticator.run()),
+                *([asyncio.create_task(aliases.run())] if aliases is not None else []),
                 asyncio.create_task(replicas.run()),
                 asyncio.create_task(pacing.keep(pipeline.services.load)),
             )
@@ -152,6 +157,20 @@ async def serve(config: RouterConfig) -> int:
         await fleet.close()
         await channels.close()
         tracer.close()
+
+
+class AliasFile(FollowedFile[dict[str, Alias]]):
+    """The names that stand for models, as the operator's file says now."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises InvalidArgument naming the option."""
+        own = config.own_aliases
+        super().__init__(
+            config.aliases, lambda text: own | parse_aliases(text), "aliases", "aliases"
+        )
+
+    def now(self) -> dict[str, Alias]:
+        return self.value
 
 
 def _authenticator(config: RouterConfig, listen: str) -> Authenticator:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
+from batonlm.core.routing.aliases import Alias
 from batonlm.core.routing.routing import RoutingPolicy
 from batonlm.router.api.access import check_exposure
 from batonlm.router.workers.discovery import parse_target
@@ -80,6 +81,12 @@ class RouterConfig(ProcessOptions):
         "that has no worker waits; empty: whatever the workers serve",
     )
     model_aliases: tuple[str, ...] = option((), "other names of the first of these models")
+    aliases: str = option(
+        "",
+        "JSON file of names that stand for one model or, by weights, several ('baton route' "
+        "writes it); its changes count at once; empty: none",
+        unit="file",
+    )
     cors_origins: tuple[str, ...] = option(
         (),
         "web pages of these origins (https://name[:port]) may call HTTP from a browser, with a key "
@@ -217,6 +224,11 @@ class RouterConfig(ProcessOptions):
             "encode": self.encodes,
             "router": self.routers,
         }
+
+    @property
+    def own_aliases(self) -> dict[str, Alias]:
+        """What `model_aliases` says."""
+        return {name: Alias(((self.model[0], 1),)) for name in self.model_aliases}
 
     @property
     def routing(self) -> RoutingPolicy:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Accepted, Delta, Finished, FinishReason, Request
+from batonlm.core.routing.aliases import Alias
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.observe.records import UsageSink
@@ -102,6 +103,8 @@ class World:
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     tracer: Tracer = OFF
     usage: UsageSink | None = None
+    aliases: dict[str, Alias] = field(default_factory=dict)
+    """Besides those of the configuration."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -147,7 +150,12 @@ class World:
         )
         metrics = RouterMetrics(self.registry)
         self.router = Pipeline(
-            self.fleet, self.config, metrics, tracer=self.tracer, usage=self.usage
+            self.fleet,
+            self.config,
+            metrics,
+            tracer=self.tracer,
+            usage=self.usage,
+            aliases=lambda: self.config.own_aliases | self.aliases,
         )
         self.fleet.start()
         self.moving = asyncio.create_task(Migrator(self.fleet, metrics).run())

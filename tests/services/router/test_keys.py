@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from batonlm.core.admission.api_keys import KeyBook, TenantLimits, parse, render
 from batonlm.core.admission.tenants import ANYONE, OWNER
 from batonlm.core.errors import InvalidArgument, Unauthenticated
-from batonlm.router.api import access
 from batonlm.router.api.access import KeyAuthenticator, OpenAuthenticator
+from batonlm.rpc import followed_file
 
 
 class Kept:
@@ -172,7 +172,7 @@ def test_a_mounted_secret_is_followed_through_its_links(kept: Kept, tmp_path: Pa
 async def test_it_looks_by_itself_until_cancelled(
     kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access, "LOOK_S", 0.001)
+    monkeypatch.setattr(followed_file, "LOOK_S", 0.001)
     kept.new("one")
     authenticator = kept.authenticator()
     running = asyncio.create_task(authenticator.run())

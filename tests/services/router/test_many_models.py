@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.errors import ModelNotFound, Unavailable, model_not_found
+from batonlm.core.request.request import ChatPrompt, Message, Request
+from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.router.config import RouterConfig
 from batonlm.testing import language
 from batonlm.testing.scripted import (
@@ -108,6 +110,73 @@ async def test_an_unknown_model_is_answered_with_the_nearest(
     assert caught.value.message == (
         "This server has no model 'lage': it serves 'large', 'small'. Did you mean 'large'?"
     )
+
+
+def turn(number: int, *later: str) -> Request:
+    """A turn of one of many conversations."""
+    roles = ["user", "assistant"] * len(later)
+    messages = (
+        Message("system", "Be brief."),
+        Message("user", f"question {number}"),
+        *(Message(role, text) for role, text in zip(roles[1:], later, strict=False)),
+    )
+    return replace(REQUEST, prompt=ChatPrompt(messages), model="chat", max_tokens=1)
+
+
+async def test_a_name_sends_each_conversation_to_one_model_by_weight(world: World) -> None:
+    world.aliases["chat"] = Alias((("small", 3), ("large", 1)))
+    await start(world, replace(BOTH, model=()))
+    first = [(await world.ask(turn(number))).accepted.model for number in range(48)]
+    assert first.count("large") == [
+        world.aliases["chat"].model(conversation(turn(number)), ("small", "large"))
+        for number in range(48)
+    ].count("large")
+    assert 0 < first.count("large") < 24
+    later = [(await world.ask(turn(n, "answer", "more"))).accepted.model for n in range(48)]
+    assert later == first, "a conversation stays where it was"
+    world.aliases["chat"] = world.aliases["chat"].changed((("large", 1),))
+    assert (await world.ask(turn(first.index("small")))).accepted.model == "large"
+    labels = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": "baton",
+        "gen_ai_request_model": "chat",
+        "error_type": "",
+    }
+    counted = [
+        world.counted(
+            "gen_ai_server_request_duration_seconds_count", gen_ai_response_model=model, **labels
+        )
+        for model in ("small", "large")
+    ]
+    assert counted == [2 * first.count("small"), 2 * first.count("large") + 1]
+
+
+async def test_a_canary_gets_traffic_as_soon_as_it_is_there_and_not_before(world: World) -> None:
+    """And gives it back when its last worker has gone."""
+    world.aliases["chat"] = Alias((("small", 1), ("large", 1)))
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    await world.run(replace(BOTH, model=()))
+    conversations = [n for n in range(40) if chosen(world, n) == "large"][:8]
+    assert len(conversations) == 8
+
+    async def models() -> set[str]:
+        return {(await world.ask(turn(number))).accepted.model for number in conversations}
+
+    assert await models() == {"small"}
+    model = replace(language.MODEL, name="large")
+    canary = ScriptedDecode(world.network, model=model)
+    world.decodes.append(canary)
+    address = await canary.start()
+    world.listed["decode"].set((*world.addresses["decode"], address))
+    await until(lambda: len(world.pipeline.models()) == 2)
+    assert await models() == {"large"}
+    await canary.kill()
+    await until(lambda: len(world.pipeline.models()) == 1)
+    assert await models() == {"small"}
+
+
+def chosen(world: World, number: int) -> str:
+    return world.aliases["chat"].model(conversation(turn(number)), ("small", "large"))
 
 
 @pytest.mark.parametrize("names", [["m", "b" * 300], [f"adapter-{i}" for i in range(5000)]])

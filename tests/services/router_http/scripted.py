@@ -39,6 +39,7 @@ from batonlm.core.request.request import (
     TokenPrompt,
 )
 from batonlm.core.request.validation import validate
+from batonlm.core.routing.aliases import Alias
 from batonlm.router.api.access import OpenAuthenticator
 from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
@@ -99,6 +100,9 @@ class Scripted:
 
     def models(self) -> list[ModelDescription]:
         return [MODEL]
+
+    def aliases(self) -> dict[str, Alias]:
+        return {}
 
     def all_models(self) -> list[ModelDescription]:
         return self.models()

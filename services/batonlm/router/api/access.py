@@ -5,26 +5,23 @@ Credentials that a caller sends are neither logged nor repeated in an answer.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from batonlm.core.admission.api_keys import KeyBook, KeyIndex, parse
+from batonlm.core.admission.api_keys import KeyIndex, parse
 from batonlm.core.admission.tenants import ANYONE, OWNER, Tenant
 from batonlm.core.errors import InvalidArgument, Unauthenticated
 from batonlm.rpc.address import is_loopback, split
+from batonlm.rpc.followed_file import FollowedFile
 from batonlm.rpc.metrics import API_KEYS, API_KEYS_STALE, REGISTRY, gauge
-from batonlm.rpc.tls import LOOK_S, signature
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_BYTES = 64 << 20
 _SCHEME = "bearer"
 
 
@@ -77,19 +74,12 @@ class KeyAuthenticator:
 
     def __init__(self, path: str, registry: CollectorRegistry = REGISTRY) -> None:
         """Raises InvalidArgument naming the option `keys` when the file is invalid."""
-        self._path = Path(path)
-        self._stale = False
-        self._seen = signature([self._path])
-        try:
-            self._index = KeyIndex(_read(self._path))
-        except InvalidArgument as error:
-            where = f" at {error.field}" if error.field != "keys" else ""
-            raise InvalidArgument(f"{path}{where}: {error.message}", field="keys") from None
-        if not len(self._index):
+        self._file = FollowedFile(path, lambda text: KeyIndex(parse(text)), "API keys", "keys")
+        if not len(self._file.value):
             log.warning("%s has no keys: nobody can call", path)
         self._remove_gauges = (
-            gauge(API_KEYS, lambda: {(): len(self._index)}, registry),
-            gauge(API_KEYS_STALE, lambda: {(): float(self._stale)}, registry),
+            gauge(API_KEYS, lambda: {(): len(self._file.value)}, registry),
+            gauge(API_KEYS_STALE, lambda: {(): float(self._file.stale)}, registry),
         )
 
     def authenticate(self, authorization: Sequence[str]) -> Tenant:
@@ -99,54 +89,21 @@ class KeyAuthenticator:
         scheme, _, key = authorization[0].partition(" ")
         if len(authorization) > 1 or scheme.lower() != _SCHEME:
             raise Unauthenticated("The Authorization header must be one: Bearer KEY.")
-        tenant = self._index.find(key.strip())
+        tenant = self._file.value.find(key.strip())
         if tenant is None:
             raise Unauthenticated("This API key is not known.")
         return tenant
 
     async def run(self) -> None:
-        """Checks the file every second until cancelled."""
         try:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                await asyncio.to_thread(self.look)
+            await self._file.run()
         finally:
             for stop in self._remove_gauges:
                 stop()
 
     def look(self) -> None:
         """Reads the file again when it was replaced. Blocks."""
-        found = signature([self._path])
-        if found == self._seen:
-            self._stale = False
-            return
-        try:
-            index = KeyIndex(_read(self._path))
-        except InvalidArgument as error:
-            if not self._stale:
-                log.error(
-                    "the file of API keys cannot be used, the former keys stay: %s %s",
-                    error.field, error.message,
-                )  # fmt: skip
-            # The file may be half written; the next look reads it again.
-            self._stale = True
-            return
-        self._index, self._seen, self._stale = index, found, False
-        log.info("took over %d API keys", len(index))
-
-
-def _read(path: Path) -> KeyBook:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidArgument(error.strerror or "cannot be read", field="keys") from None
-    if len(raw) > MAX_FILE_BYTES:
-        raise InvalidArgument(f"must have at most {MAX_FILE_BYTES} bytes", field="keys")
-    try:
-        return parse(raw.decode())
-    except UnicodeDecodeError:
-        raise InvalidArgument("is not UTF-8", field="keys") from None
+        self._file.look()
 
 
 def check_exposure(faces: Mapping[str, str], *, keys: bool, allow_anonymous: bool) -> None:

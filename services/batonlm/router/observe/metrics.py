@@ -271,10 +271,12 @@ class RouterMetrics:
         error: BaseException | None,
         times: StageTimes,
         logs: Sequence[TokenLog] = (),
+        alias: str = "",
     ) -> None:
         """A request is over, whether it was admitted or not. model: the one that ran it, or "",
-        because the client's model name may be any text. logs: of its choices."""
-        self._gen_ai.over(request, model, error, times, logs)
+        because the client's model name may be any text. logs: of its choices. alias: the name that
+        the model was chosen by, if it is the operator's."""
+        self._gen_ai.over(request, alias or model, model, error, times, logs)
         if model:
             self._vllm.over(model, error, times, logs)
 
@@ -338,12 +340,13 @@ class _GenAiMetrics:
     def over(
         self,
         request: Request,
+        asked: str,
         model: str,
         error: BaseException | None,
         times: StageTimes,
         logs: Sequence[TokenLog],
     ) -> None:
-        labels = (operation_of(request.prompt), tracing.BATON, model, model)
+        labels = (operation_of(request.prompt), tracing.BATON, asked, model)
         self._duration.labels(*labels, error_type(error)).observe(times.total_s)
         if error is not None or not any(map(len, logs)):
             return

@@ -101,6 +101,8 @@ class RequestContext:
     placed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it has its first workers, or never will."""
     was_placed: bool = False
+    alias: str = ""
+    """The name that it asked for, where that stands for models."""
 
     @property
     def caller(self) -> AskedBy:

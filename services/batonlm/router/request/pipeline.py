@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -20,6 +28,7 @@ from batonlm.core.observe.request_record import RequestRecord
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.request.request import Event, Request
 from batonlm.core.request.validation import validate
+from batonlm.core.routing.aliases import Alias
 from batonlm.core.routing.failures import RetryBudget
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import Objectives, RouterMetrics
@@ -167,8 +176,10 @@ class Pipeline:
         live_replicas: Callable[[], int] = lambda: 1,
         tracer: Tracer = OFF,
         usage: UsageSink | None = None,
+        aliases: Callable[[], Mapping[str, Alias]] | None = None,
     ) -> None:
-        """live_replicas: returns the routers that share tenants' limits, including this one."""
+        """live_replicas: returns the routers that share tenants' limits, including this one.
+        aliases: returns the names that stand for models now; None: those of the configuration."""
         self._fleet = fleet
         self._tracer = tracer
         self._config = config
@@ -189,7 +200,9 @@ class Pipeline:
             DeferredCalls(),
             self._keep,
         )
-        self._preparation = Preparation(self.services)
+        own = config.own_aliases
+        self.aliases = aliases or (lambda: own)
+        self._preparation = Preparation(self.services, self.aliases)
         self._num_requests = 0
         self._leaving = False
         self.draining = False
@@ -481,7 +494,7 @@ class Pipeline:
         self._release_one()
         times = stages.times()
         self._metrics.spent(tenant, times, num_tokens)
-        self._metrics.over(context.request, model, error, times, logs)
+        self._metrics.over(context.request, model, error, times, logs, context.alias)
         self._metrics.ended(error, tenant)
         if not (isinstance(error, Refusal) or is_clients_fault(error, context.request)):
             self._metrics.judged(tenant, error, times, logs)

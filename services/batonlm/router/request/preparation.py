@@ -7,7 +7,7 @@ score the prompt, if requested → RequestRunner
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -35,6 +35,7 @@ from batonlm.core.request.request import (
     VectorPrompt,
 )
 from batonlm.core.request.request_state import RequestState
+from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.routing import models_of
 from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.router.request.admission import RequestContext, RouterServices
@@ -66,8 +67,11 @@ class Prepared(NamedTuple):
 class Preparation:
     """Prepares the requests of one router."""
 
-    def __init__(self, services: RouterServices) -> None:
+    def __init__(
+        self, services: RouterServices, aliases: Callable[[], Mapping[str, Alias]]
+    ) -> None:
         self._services = services
+        self._aliases = aliases
         config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
         self._tokenizers = Tokenizers(services.fleet, config, services.budget)
@@ -311,21 +315,27 @@ class Preparation:
     async def _model(self, context: RequestContext) -> ModelDescription:
         """Returns the model to use; waits while there is no worker that may serve it."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
-        if config.model and (not name or name in config.model_aliases):
+        aliases = self._aliases()
+        if config.model and not name:
             name = config.model[0]
-        if config.model and name not in config.model:
-            raise model_not_found(name, [*config.model, *config.model_aliases])
+        alias, key = aliases.get(name), b""
+        if alias is not None:
+            context.alias, key = name, conversation(context.request)
         loop = asyncio.get_running_loop()
         give_up = loop.time() + config.wait_timeout_s
         while True:
             models = self.models()
+            if alias is not None:
+                name = alias.model(key, {model.name for model in models})
+            if config.model and name not in config.model:
+                raise model_not_found(name, [*config.model, *aliases])
             for model in models:
                 if name in ("", model.name):
                     # Looks again: of one name there may be two models, and this request gets one of
                     # them.
                     return fleet.model_for(context.request_id, model.name) or model
-            if models and not config.model:
-                raise model_not_found(name, {model.name for model in models})
+            if models and not config.model and alias is None:
+                raise model_not_found(name, [*{model.name for model in models}, *aliases])
             left = give_up - loop.time()
             if left <= 0 or not fleet.decodes.awaited:
                 raise fleet.decodes.absent(model=bool(models))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.resources import files
@@ -93,16 +93,13 @@ class HttpApp:
         registry: Collector,
         access: HttpAccess,
         pages: Sequence[BaseRoute] = (),
-        aliases: Mapping[str, str] = {},
     ):
-        """aliases: other names, with the names of the models that they stand for."""
         self._access = access
         self._bodies = bodies = Bodies(pipeline)
         self._pipeline = pipeline
         self._registry = registry
         self._registry_without_tenants = TenantBlind(registry)
         self._created = int(time.time())
-        self._aliases = aliases
         posts: dict[str, ASGIApp] = {
             "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
             "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
@@ -203,8 +200,9 @@ class HttpApp:
         found = {model.name: self._model(model.name, model) for model in models}
         return found | {
             alias: self._model(alias, model)
+            for alias, stands_for in self._pipeline.aliases().items()
+            for name in reversed(stands_for.models)
             for model in models
-            for alias, name in self._aliases.items()
             if name == model.name and model.task is ModelTask.GENERATE
         }
 
