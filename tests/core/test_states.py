@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from batonlm.core.errors import ContextLengthExceeded, InvalidArgument
+from batonlm.core.errors import ContextLengthExceeded, Internal, InvalidArgument
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import AttemptKey, SequenceKey
 from batonlm.core.scheduler.events import KvComplete
 from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
@@ -55,6 +56,19 @@ def test_the_runner_of_tests_tells_a_wrong_state(wrong: str) -> None:
     whole = expected(attempt(max_tokens=20), 0, STATE)[0]
     found = outputs.tokens[SequenceKey("r", 0, 0)]
     assert found[:5] == whole[:5] and found[5:] != whole[5:]
+
+
+def test_a_runner_refuses_chunks_that_share_a_state_or_have_no_room_for_it() -> None:
+    engine = runner(16, state_positions=STATE)
+
+    def chunk(number: int, *extents: tuple[int, int]) -> Chunk:
+        return Chunk(number, (5,) * BLOCK_SIZE, 0, extents)
+
+    with pytest.raises(Internal, match="into the same block"):
+        engine.submit(StepPlan(1, (chunk(0, (0, 3)), chunk(1, (0, 2), (5, 1)))))
+    with pytest.raises(Internal, match="extents cover"):
+        engine.submit(StepPlan(1, (chunk(0, (0, STATE_BLOCKS)),)))
+    engine.submit(StepPlan(1, (chunk(0, (0, 3)), chunk(1, (3, 3)))))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

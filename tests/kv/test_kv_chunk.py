@@ -161,3 +161,9 @@ def test_an_unknown_digest_is_refused() -> None:
 )
 def test_whole_positions_fit_behind_the_header(buffer_bytes: int, positions: int) -> None:
     assert positions_per_kv_chunk(buffer_bytes, LAYOUT) == positions
+
+
+def test_a_layout_without_a_state_has_the_fingerprint_of_versions_that_knew_none() -> None:
+    text = "|".join(map(str, ("ab" * 32, "float32", 2, 2, 8, 8)))
+    assert layout_fingerprint(LAYOUT) == hashlib.blake2b(text.encode(), digest_size=8).digest()
+    assert layout_fingerprint(replace(LAYOUT, state_positions=1)) != layout_fingerprint(LAYOUT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import Extents
@@ -55,10 +56,8 @@ def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
                 raise Internal(f"step {plan.step}: a chunk asks for too many alternatives")
         check_extents(chunk.extents, state * block_size + end, num_blocks, block_size)
         last = state + (end - 1) // block_size
-        into = [*_written(chunk.extents, state + first // block_size, last)]
-        if state:
-            into += _written(chunk.extents, 0, state - 1)
-        for blocks in into:
+        into = _written(chunk.extents, state + first // block_size, last)
+        for blocks in chain(_written(chunk.extents, 0, state - 1), into) if state else into:
             before = len(written)
             written.update(blocks)
             if len(written) - before < len(blocks):
