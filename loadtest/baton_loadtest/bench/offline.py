@@ -59,7 +59,13 @@ def measure(args: argparse.Namespace) -> Report:
 async def _measure(args: argparse.Namespace, model: Path) -> list[Result]:
     threads = len(cores())
     found: dict[str, list[Speeds]] = {"llm": [], "up": [], "transformers": []}
-    options = UpOptions(model=str(model), kv_memory_mib=KV_MIB, transport=args.transport)
+    # All requests are there from the start: none is too many once the router knows the speed.
+    options = UpOptions(
+        model=str(model),
+        kv_memory_mib=KV_MIB,
+        transport=args.transport,
+        router_flags=("--max-queue-s", str(DEADLINE_S)),
+    )
     async with fleet(options) as running:
         for number in range(args.rounds):
             prompts = random_prompts(args.seed + number, args.requests, args.prompt_tokens)
