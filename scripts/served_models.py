@@ -35,6 +35,8 @@ PAGE, FACTS = ROOT / "docs/models.md", ROOT / "docs/served-models.json"
 START, END = "<!-- served models -->\n", "<!-- end -->"
 LENGTHS = (1, 5, 16, 17, 24, 33, 50, 70)
 BLOCKS = 6
+"""Of a sequence, beside those of its state."""
+POOL = 2048
 NEW_TOKENS = 8
 PREFIX = 20
 MOST_PARAMETERS = 20_000_000
@@ -233,6 +235,8 @@ OWN: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    # transformers' step of one position does not know this limit, and that of several does.
+    "nemotron_h": {"time_step_min": 1e-6},
     "reformer": {
         "axial_pos_shape": [16, 32],
         "axial_pos_embds_dim": [16, 48],
@@ -258,6 +262,7 @@ OWN: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8,
         "mamba_headdim": 16,
         "num_mem_blocks": 1,
+        "time_step_min": 1e-6,
         "adapter_rank": 8,
     },
     "zaya": {"num_experts_per_tok": 1},
@@ -331,14 +336,17 @@ def outcome(kind: str) -> Outcome:
 
 def _loaded(folder: Path, lacks: str) -> Outcome:
     """Raises InvalidArgument where it is refused."""
-    TorchRunner.load(EngineConfig(str(folder), num_blocks=BLOCKS * len(LENGTHS))).close()
+    TorchRunner.load(EngineConfig(str(folder), num_blocks=POOL)).close()
     return Outcome("untried", lacks)
 
 
 def _served(folder: Path, prompts: list[list[int]], wanted: list[list[int]]) -> Outcome:
-    config = EngineConfig(str(folder), num_blocks=BLOCKS * len(LENGTHS), exact=False)
+    config = EngineConfig(str(folder), num_blocks=POOL, exact=False)
     runner, other = TorchRunner.load(config), TorchRunner.load(config)
-    one, apart = together(len(prompts), BLOCKS), scattered(len(prompts), BLOCKS)
+    front = runner.layout.state_blocks(runner.block_size)
+    blocks = front + BLOCKS
+    one, apart = together(len(prompts), blocks), scattered(len(prompts), blocks)
+    front *= runner.block_size
     found = {
         "in one piece": generate(runner, prompts, one, NEW_TOKENS),
         "in chunks": generate(runner, prompts, apart, NEW_TOKENS, chunk=7),
@@ -346,6 +354,7 @@ def _served(folder: Path, prompts: list[list[int]], wanted: list[list[int]]) -> 
     for prompt, here, there in zip(prompts, one, apart, strict=True):
         if count := min(PREFIX, len(prompt) - 1):
             fill(runner, prompt[:count], here)
+            count += front
             other.unpack(there, 0, count, memoryview(packed(runner, here, 0, count)))
     found["handed over"] = generate(other, prompts, apart, NEW_TOKENS, start=PREFIX)
     wrong = [name for name, tokens in found.items() if tokens != wanted]

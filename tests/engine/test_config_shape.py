@@ -11,7 +11,7 @@ import pytest
 from batonlm.core.request.model import KV_DTYPES
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.config_shape import ConfigShape, shape_of
-from tests.engine.tiny_models import ARCHS, LATENT, REFUSED
+from tests.engine.tiny_models import ARCHS, LATENT, REFUSED, STATES
 
 KNOWN = (
     *("cohere", "gemma2", "gemma3", "glm4", "granite", "llama", "llama_tied", "ministral"),
@@ -23,7 +23,7 @@ BUFFERS_BYTES = 4096
 
 def config_of(arch: str, folder: Path, **changes: Any) -> dict[str, Any]:
     """Writes a model's config.json, and returns it."""
-    config = {**ARCHS, **LATENT, **REFUSED}[arch]()
+    config = {**ARCHS, **LATENT, **STATES, **REFUSED}[arch]()
     for name, value in changes.items():
         setattr(config, name, value)
     config.architectures = None
@@ -72,7 +72,7 @@ def test_it_is_the_models(arch: str, changes: dict[str, Any], device: str, tmp_p
         assert model.description.max_model_len == shape.positions
 
 
-@pytest.mark.parametrize("arch", sorted((ARCHS | LATENT | REFUSED).keys() - set(KNOWN)))
+@pytest.mark.parametrize("arch", sorted((ARCHS | LATENT | STATES | REFUSED).keys() - set(KNOWN)))
 def test_others_are_left_to_the_model(arch: str, tmp_path: Path) -> None:
     assert shape_of(config_of(arch, tmp_path)) is None
 

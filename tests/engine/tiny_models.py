@@ -211,6 +211,108 @@ OWN: dict[str, Callable[[], Any]] = {
 }
 """Architectures that are served by their own attention."""
 
+_HALF = ["linear_attention", "full_attention"] * 2
+_FOUR = {**_without("num_hidden_layers"), "num_hidden_layers": 4}
+_GATED = {
+    **_FOUR,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": _HALF,
+}
+_SCANNED = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_STATE = {"state_size": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+STATES: dict[str, Callable[[], Any]] = {
+    "lfm2": lambda: _config("Lfm2Config", **_FOUR, layer_types=["conv", "full_attention"] * 2),
+    "jamba": lambda: _config(
+        "JambaConfig",
+        **_FOUR,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=16,
+        mamba_dt_rank=8,
+    ),
+    "qwen3_next": lambda: _config(
+        "Qwen3NextConfig",
+        **_GATED,
+        **_MOE,
+        head_dim=16,
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+    ),
+    "qwen3_5": lambda: _config("Qwen3_5TextConfig", **_GATED, head_dim=16),
+    "mamba": lambda: _config(
+        "MambaConfig",
+        **_STATE,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=3,
+        time_step_rank=8,
+        initializer_range=0.3,
+    ),
+    "mamba2": lambda: _config(
+        "Mamba2Config",
+        **_STATE,
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        n_groups=2,
+        chunk_size=16,
+        initializer_range=0.3,
+    ),
+    "bamba": lambda: _config("BambaConfig", **_FOUR, **_SCANNED, attn_layer_indices=[1, 3]),
+    "granitemoehybrid": lambda: _config(
+        "GraniteMoeHybridConfig",
+        **_FOUR,
+        **_SCANNED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        layer_types=_HALF,
+    ),
+    "falcon_h1": lambda: _config("FalconH1Config", **_BASE, **_SCANNED, mamba_d_ssm=128),
+    "nemotron_h": lambda: _config(
+        "NemotronHConfig",
+        **_FOUR,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=16,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=64,
+        n_group=1,
+        topk_group=1,
+        time_step_min=1e-6,
+    ),
+    "olmo_hybrid": lambda: _config(
+        "OlmoHybridConfig",
+        **_without("num_hidden_layers", "num_key_value_heads"),
+        num_hidden_layers=4,
+        num_key_value_heads=4,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=_HALF,
+    ),
+}
+"""Architectures whose layers keep a state of the sequence."""
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "moshi": lambda: _config(
         "MoshiConfig",
@@ -220,18 +322,6 @@ REFUSED: dict[str, Callable[[], Any]] = {
         num_codebooks=2,
         audio_vocab_size=VOCAB,
         audio_encoder_config={"model_type": "mimi"},
-    ),
-    "qwen3_next": lambda: _config(
-        "Qwen3NextConfig",
-        **_BASE,
-        **_MOE,
-        head_dim=16,
-        num_experts=4,
-        shared_expert_intermediate_size=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
     ),
 }
 """Architectures that load but would answer wrongly."""
@@ -243,7 +333,7 @@ def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = {**ARCHS, **LATENT, **OWN, **REFUSED}[arch]()
+    config = {**ARCHS, **LATENT, **OWN, **STATES, **REFUSED}[arch]()
     for name, value in changes.items():
         setattr(config, name, value)
     classes: Any = transformers.AutoModelForCausalLM

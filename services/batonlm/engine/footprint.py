@@ -90,21 +90,23 @@ def activation_bytes(config: EngineConfig, loaded: LoadedModel, shape: Attention
     if shape.own is not None:
         # Of a chunk's positions with the whole sequence's: a mask, or scores and their softmax.
         copies = 1 if network._supports_sdpa else 2 * shape.per_head
+        copies *= bool(shape.own.parts)
         tokens += copies * config.max_step_tokens * loaded.description.max_model_len * element
+        tokens += config.max_step_tokens * shape.own.scan_bytes(text)
     vocab = loaded.description.vocab_size
     sampled = config.max_batch * vocab * (element + 4 * LOGIT_COPIES)
     scored = min(SCORED_POSITIONS, config.max_step_tokens) * vocab * element
     return tokens + sampled + scored
 
 
-def largest_step(config: EngineConfig, max_model_len: int) -> StepPlan:
+def largest_step(config: EngineConfig, max_model_len: int, state_positions: int = 0) -> StepPlan:
     """A step of max_step_tokens tokens that samples for as many sequences as it can, and scores
-    about as many tokens as it may."""
+    about as many tokens as it may. state_positions: see `KvLayout`."""
     params = SamplingParams(temperature=0.0)
     count = min(config.max_batch, config.max_step_tokens)
     count = max(count, -(-config.max_step_tokens // max_model_len))
     length = config.max_step_tokens // count
-    blocks = blocks_for(length, config.block_size)
+    blocks = sum(blocks_for(count, config.block_size) for count in (state_positions, length))
     tokens = [0] * length
     scored = Scored(tokens[1:], 1)
     return StepPlan(
@@ -220,6 +222,7 @@ def size_pool(
         weights=weights,
         activations=activations,
         position=_position_bytes(config, model, shape),
+        state_positions=shape.layout.state_positions,
     )
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 _COMPILER = "torch._dynamo"
 _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
-_MARKS = "disable", "allow_in_graph", "assume_constant_result"
+_MARKS = "disable", "allow_in_graph", "assume_constant_result", "mark_static_address"
 
 
 class _StandIn(ModuleType):

@@ -23,7 +23,7 @@ from torch import nn
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.request.model import KV_DTYPES, SCALED, KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
-from batonlm.engine.attention.own import OwnAttention, cache_layers, probe_own
+from batonlm.engine.attention.own import OwnAttention, cache_layers, keeps_states, probe_own
 from batonlm.engine.checkpoint import (
     Checkpoint,
     Quantised,
@@ -47,7 +47,7 @@ from batonlm.engine.quantized import settle
 log = logging.getLogger(__name__)
 
 _NO_LIMIT = 2048
-"""Positions of a model whose configuration names none."""
+"""Positions of a model whose configuration names none, where none are asked for."""
 
 _KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -69,6 +69,8 @@ def why_own(model_class: Any, config: Any) -> str:
     others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
     if others:
         return f"{name}: it has layers of type {', '.join(sorted(others))}"
+    if getattr(model_class, "_is_stateful", False) or keeps_states(config):
+        return f"{name}: its layers keep a state of the sequence"
     return ""
 
 
@@ -360,11 +362,7 @@ def _model_class(settings: Any) -> Any:
     if type(settings) not in mapping:
         raise UnsupportedModel(f"{settings.model_type}: it is no causal language model")
     found = mapping[type(settings)]
-    model_class: Any = found[0] if isinstance(found, (tuple, list)) else found
-    if getattr(model_class, "_is_stateful", False):
-        text = f"{settings.model_type}: its layers keep a recurrent state, which is not KV"
-        raise UnsupportedModel(text)
-    return model_class
+    return found[0] if isinstance(found, (tuple, list)) else found
 
 
 def _network(
@@ -523,9 +521,10 @@ def _dtype(name: str, device: torch.device, settings: Any) -> torch.dtype:
 
 
 def _max_model_len(wanted: int, settings: Any) -> int:
-    # Where distances bias scores, a model has no last position.
+    # Where distances bias scores, or a state takes the place of a past, a model has no last one.
     text = settings.get_text_config()
-    limit = int(getattr(text, "max_position_embeddings", None) or _NO_LIMIT)
+    named = int(getattr(text, "max_position_embeddings", None) or 0)
+    limit = named if named > 0 else max(wanted, _NO_LIMIT)
     fixed = rope_limit(settings)
     if (indexed := index_limit(settings)) is not None and indexed < limit:
         limit = indexed
@@ -645,10 +644,22 @@ def _own_shape(loaded: LoadedModel, wire_dtype: str, cache_dtype: str) -> Attent
         num_kv_heads=1,
         key_size=own.width,
         value_size=0,
+        state_positions=own.state_positions,
     )
     if layout.dtype in SCALED:
         raise InvalidArgument(
             "KV of a model that attends by itself has no scales", field="kv_wire_dtype"
+        )
+    if own.states and layout.dtype != dtype:
+        raise InvalidArgument(
+            "states of a sequence are handed over as they are: leave it at auto",
+            field="kv_wire_dtype",
+        )
+    if own.stepwise:
+        log.warning(
+            "%s: it takes up a state only position by position, so that a prompt goes on slowly "
+            "behind its first chunk",
+            network.config.model_type,
         )
     heads = int(getattr(network.config.get_text_config(), "num_attention_heads", 1))
     return AttentionShape(layout, dtype, dtype, heads, softcap=False, own=own)

@@ -79,6 +79,8 @@ class MemoryPlan:
     """Positions of the longest sequence that was asked for."""
     adapter_bytes: int = 0
     """For adapters; on a CPU also those that are not ready to compute."""
+    state_blocks: int = 0
+    """Blocks that each sequence takes beside those of its positions, for its state."""
 
     @property
     def num_positions(self) -> int:
@@ -92,21 +94,33 @@ class MemoryPlan:
     @property
     def max_model_len(self) -> int:
         """Positions of the longest sequence that is served."""
-        return min(self.model_len, self.num_positions)
+        left = self.num_blocks - self.state_blocks
+        return min(self.model_len, max(0, left) * self.block_size)
 
     @property
     def sequences(self) -> int:
         """Sequences of max_model_len that fit at once."""
-        return self.num_blocks // blocks_for(self.max_model_len, self.block_size)
+        return self.num_blocks // self.blocks_of(self.max_model_len)
 
     @property
     def sequence_bytes(self) -> int:
-        """KV of one sequence of max_model_len."""
-        return blocks_for(self.max_model_len, self.block_size) * self.block_bytes
+        """KV of one sequence of max_model_len, and its state."""
+        return self.blocks_of(self.max_model_len) * self.block_bytes
+
+    def blocks_of(self, length: int) -> int:
+        """Of a sequence of so many positions."""
+        return self.state_blocks + blocks_for(length, self.block_size)
+
+    @property
+    def beside(self) -> str:
+        """What to say of a sequence's state behind what its positions take."""
+        if not self.state_blocks:
+            return ""
+        return f", and a sequence's state {size(self.state_blocks * self.block_bytes)}"
 
     def needed_bytes(self, sequences: int) -> int:
         """For so many sequences of model_len at once, with all else."""
-        blocks = sequences * blocks_for(self.model_len, self.block_size)
+        blocks = sequences * self.blocks_of(self.model_len)
         others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
         return others + blocks * self.block_bytes
 
@@ -135,6 +149,7 @@ class MemoryPlan:
         longest = f"{self.sequences} sequence{several} of {self.max_model_len}"
         if self.max_model_len < self.model_len:
             longest += f" (the model's {self.model_len} do not fit)"
+        state = self.state_blocks * self.block_bytes
         return [
             ("free", f"{size(self.free_bytes)} on {self.device} before loading"),
             ("weights", size(self.weights_bytes)),
@@ -145,6 +160,7 @@ class MemoryPlan:
                 f"{size(self.kv_bytes)} in {self.num_blocks} blocks of {self.block_size} positions"
                 f" = {self.num_positions} tokens: {longest}",
             ),
+            *([("state", f"{size(state)} of each sequence")] if state else []),
             (
                 "swap",
                 f"{size(self.swap_host_bytes)} in host memory, "
@@ -164,15 +180,16 @@ def plan_memory(
     weights: int,
     activations: int,
     position: int,
+    state_positions: int = 0,
 ) -> MemoryPlan:
     """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
 
     device: "cpu" or "cuda". model_len: positions of the longest sequence, the configured or else
     the model's own. Bytes: free_bytes on the device, before the weights are loaded; total_bytes of
     the device, None where memory_share is of what is free; weights as the engine keeps them;
-    activations of the largest step while it runs; position is KV of one position in the pool. The
-    pool is never larger than max_batch sequences of model_len need, unless
-    num_blocks says so.
+    activations of the largest step while it runs; position is KV of one position in the pool.
+    state_positions: see `KvLayout`. The pool is never larger than max_batch sequences of model_len
+    need, unless num_blocks says so.
 
     Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
     kv_memory_bytes does not fit; memory_share leaves too little; max_model_len, when configured, is
@@ -192,6 +209,7 @@ def plan_memory(
         swap_disk_blocks=config.swap_disk_bytes // block_bytes,
         model_len=model_len,
         adapter_bytes=_adapter_bytes(config, device),
+        state_blocks=blocks_for(state_positions, config.block_size),
     )
     field, blocks = _blocks(config, plan)
     plan = replace(plan, num_blocks=blocks)
@@ -200,14 +218,15 @@ def plan_memory(
             f"{_sum(plan)} are {size(plan.taken_bytes)}, and {size(plan.free_bytes)} are free",
             field=field,
         )
-    if plan.num_positions < min(model_len, _LEAST_POSITIONS):
+    if plan.max_model_len < min(model_len, _LEAST_POSITIONS):
         raise InvalidArgument(
-            f"the pool would hold {plan.num_positions} positions, which is too few: {_sum(plan)}, "
+            f"the pool would hold {plan.max_model_len} positions, which is too few: {_sum(plan)}, "
             f"of {size(plan.free_bytes)} free, {size(plan.usable_bytes)} may be used; "
-            f"a position takes {size(position)}",
+            f"a position takes {size(position)}{plan.beside}",
             field=field,
         )
-    least = checked_blocks(model_len, config.block_size) * len(CHECKED_POSITIONS)
+    each = checked_blocks(model_len, config.block_size, state_positions)
+    least = each * len(CHECKED_POSITIONS)
     if plan.num_blocks < least:
         raise InvalidArgument(
             f"the pool would have {plan.num_blocks} blocks of {config.block_size} positions, which "
@@ -215,18 +234,19 @@ def plan_memory(
             field=field,
         )
     if config.max_model_len and plan.max_model_len < model_len:
-        needed = blocks_for(model_len, config.block_size) * block_bytes
+        needed = plan.blocks_of(model_len) * block_bytes
         raise InvalidArgument(
             f"a sequence of {model_len} positions takes {-(-needed // MIB)} MiB of KV, and the "
-            f"pool has {plan.kv_bytes // MIB} MiB for {plan.num_positions} positions",
+            f"pool has {plan.kv_bytes // MIB} MiB for {plan.max_model_len} positions{plan.beside}",
             field="max_model_len",
         )
     return plan
 
 
-def checked_blocks(model_len: int, block_size: int) -> int:
-    """Blocks of each prompt by which a model is checked at load."""
-    return blocks_for(min(max(CHECKED_POSITIONS), model_len), block_size)
+def checked_blocks(model_len: int, block_size: int, state_positions: int = 0) -> int:
+    """Blocks of each prompt by which a model is checked at load, its state among them."""
+    checked = blocks_for(min(max(CHECKED_POSITIONS), model_len), block_size)
+    return blocks_for(state_positions, block_size) + checked
 
 
 def size(count: int) -> str:
@@ -248,7 +268,7 @@ def _blocks(config: EngineConfig, plan: MemoryPlan) -> tuple[str, int]:
     """How many, and the field that decided it."""
     if config.num_blocks:
         return "num_blocks", config.num_blocks
-    wanted = config.max_batch * blocks_for(plan.model_len, plan.block_size)
+    wanted = config.max_batch * plan.blocks_of(plan.model_len)
     if config.kv_memory_bytes:
         return "kv_memory_bytes", min(wanted, config.kv_memory_bytes // plan.block_bytes)
     room = plan.usable_bytes - plan.taken_bytes

@@ -282,7 +282,8 @@ class TorchRunner:
         What cannot be made exact stays as it is: right, but not bit-equal. Weights that packing
         rounds are checked before, because after it logits are the model's no more.
         """
-        blocks = checked_blocks(self.model.max_model_len, self.block_size)
+        states = self.layout.state_positions
+        blocks = checked_blocks(self.model.max_model_len, self.block_size, states)
         tables: list[Extents] = [((i * blocks, blocks),) for i in range(len(texts))]
         check = selfcheck.SelfCheck(self.forward, tables, texts, expected, rounding)
         own, quantize, max_batch = loaded.network, loaded.quantize, config.max_batch
@@ -294,6 +295,8 @@ class TorchRunner:
             self.not_exact_because = "the model attends by code of its own"
             check.parity()
             check.decode()
+            if states:
+                check.states(self.memory.copy, self.block_size)
             return
         if self._network is not own:
             right = True
@@ -456,7 +459,8 @@ def _peak(
     peers: Alone,
 ) -> int:
     """Bytes that the largest step takes at most on a GPU, beside weights and KV; runs it."""
-    step = largest_step(config, loaded.description.max_model_len)
+    states = shape.layout.state_positions
+    step = largest_step(config, loaded.description.max_model_len, states)
     blocks = sum(count for chunk in step.chunks for _, count in chunk.extents)
     backend = open_backend(replace(config, exact=False), loaded, shape, blocks)
     trial = TorchRunner(network, loaded.description, backend, SwapMemory(backend.memory))

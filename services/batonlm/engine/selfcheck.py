@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.kvcache.block_pool import BlockCopy, Extents
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.attention.interface import AttentionContext, LayerArguments
@@ -27,6 +27,8 @@ Forward = Callable[[StepPlan], torch.Tensor]
 """Runs a plan and returns the sampled rows' logits [S, vocab]."""
 
 _CHUNK = 7
+_STATE_CHUNKS = 2, 20
+"""Positions: fewer than a convolution of 4 looks back at, and most of a prompt."""
 _GREEDY = SamplingParams(temperature=0.0)
 _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
 
@@ -72,6 +74,22 @@ class SelfCheck:
     def decode(self) -> None:
         """Like `parity`, for prompts that are given token by token, as decode computes."""
         self._compare(self._in_chunks(1), 1, "tokens one by one")
+
+    def states(self, copy: Callable[[BlockCopy], None], block_size: int) -> None:
+        """Like `parity`, for what layers with a state of the sequence may do wrong: in chunks of
+        more sizes, and in a fork, which goes on in copies of blocks whose owner went on first."""
+        for size in _STATE_CHUNKS:
+            self._compare(self._in_chunks(size), size, f"chunks of {size} positions")
+        text, expected, (here, there) = self.texts[0], self.expected[0], self.tables[:2]
+        half = len(text) // 2
+        if not half:
+            return
+        self.forward(StepPlan(0, (_chunk(0, text[:half], here),)))
+        for source, target in zip(_blocks(here), _blocks(there), strict=True):
+            copy(BlockCopy(source, target, block_size))
+        others = _chunk(0, text[:half][::-1], here, half)
+        rows = self.forward(StepPlan(0, (others, _chunk(1, text[half:], there, half))))
+        _compare(rows[1:], [expected[-1] if expected.numel() else expected], "forks")
 
     def exact(self) -> None:
         """Raises NotExact unless logits are bit-equal packed, alone, in chunks and token by
@@ -167,6 +185,10 @@ def _reference(kept: Callable[[torch.Tensor], torch.Tensor]) -> AttentionContext
         return output.transpose(0, 1)
 
     return attend
+
+
+def _blocks(extents: Extents) -> list[int]:
+    return [block for first, count in extents for block in range(first, first + count)]
 
 
 def _last_of(found: list[list[torch.Tensor]]) -> torch.Tensor:

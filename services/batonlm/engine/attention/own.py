@@ -8,12 +8,18 @@ transformers does. Sequences of a step are computed one after the other: right, 
 
 A position's row in the pool is what all layers keep of it, one behind the other, as one key of one
 head: layers may differ in shape, and nothing is padded.
+
+Layers may also keep a state of the whole sequence: a recurrent one, or the last inputs of a
+convolution. States of all layers lie as bytes, one behind the other, in the rows of the blocks in
+front of a sequence's table (`KvLayout.state_positions`), and layers compute on them in place: a
+chunk begins with the state behind the position before it, and leaves the one behind its last.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,12 +28,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
 from batonlm.core.kvcache.block_pool import Extents
@@ -38,7 +48,28 @@ from batonlm.engine.kv.cache import KvCache
 from batonlm.engine.kv.extents import spans
 from batonlm.engine.sampler import LastTokens
 
-_PAGED = DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer
+_KNOWN = {
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DynamicIndexedLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+}
+
+_ALIGNED = 16
+"""Bytes to whose multiples states, and rows of a model with states, are laid: every number type can
+be viewed there."""
+_LONE_ROWS = 16384
+"""Rows of a state where positions keep nothing: so much smaller than a state is a position's row,
+which the pool's blocks need to have."""
+_LEAST_ROW = 64
+"""Bytes of such a row at least."""
+_SCANNED = 256
+"""Positions of a chunk's pieces where the configuration names none: the most that any model has."""
+_SCAN_COPIES = 4
+"""float32 tensors of such a computation that live at once."""
 
 
 class Part(NamedTuple):
@@ -54,27 +85,93 @@ class Part(NamedTuple):
         return self.start + self.heads * self.size
 
 
+class StateKey(NamedTuple):
+    """Names one tensor of one layer's state."""
+
+    layer: int
+    which: str
+    """"conv" or "recurrent"."""
+    number: int
+    """Among the layer's states of its kind."""
+
+
+class StatePart(NamedTuple):
+    """Where among the bytes of a sequence's state one tensor lies."""
+
+    start: int
+    shape: torch.Size
+    """With a first dimension of 1."""
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.start + self.shape.numel() * self.dtype.itemsize
+
+    def of(self, state: torch.Tensor) -> torch.Tensor:
+        """This tensor as a view of a state's bytes, uint8 [bytes]."""
+        return state[self.start : self.end].view(self.dtype).view(self.shape)
+
+
 class LayerKind(NamedTuple):
     """How a layer of a model keeps what it has computed."""
 
     paged: bool
-    """Whether it keeps KV; else nothing."""
+    """Whether it keeps KV."""
     sliding: bool
     """Whether it calls itself one over a window, by which models choose masks."""
+    states: int = 0
+    """How many states of a sequence it keeps of each kind at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnAttention:
-    """What the layers of a model that attends by itself keep of a position."""
+    """What the layers of a model that attends by itself keep of a position, and of a sequence."""
 
     kinds: tuple[LayerKind, ...]
     parts: dict[tuple[int, str], Part]
     """By the layer's number, and "keys", "values" or "index"."""
+    states: dict[StateKey, StatePart]
+    dtype: torch.dtype
+    """Of KV."""
+    stepwise: bool = False
+    """Whether layers take up a state only where a single position is computed: transformers' code
+    of some models begins anew at every longer chunk."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence."""
+        return max((part.end for part in self.states.values()), default=0)
 
     @property
     def width(self) -> int:
-        """Numbers of a position."""
-        return max((part.end for part in self.parts.values()), default=0)
+        """Numbers of a position's row."""
+        size = max((part.end for part in self.parts.values()), default=0)
+        if not self.states:
+            return size
+        least = max(_LEAST_ROW, self.state_bytes // _LONE_ROWS)
+        return _aligned(size * self.dtype.itemsize or least) // self.dtype.itemsize
+
+    @property
+    def state_positions(self) -> int:
+        """Rows of a sequence's state."""
+        return -(-self.state_bytes // (self.width * self.dtype.itemsize)) if self.states else 0
+
+    def scan_bytes(self, text: Any) -> int:
+        """Of a position, while the states behind all positions of a chunk are computed. text: the
+        configuration.
+
+        A state of numbers by channel is computed for every position; of matrices by head, positions
+        are compared with those in the same piece of the chunk.
+        """
+        shapes = [part.shape for key, part in self.states.items() if key.which == "recurrent"]
+        named = (getattr(text, name, None) for name in ("chunk_size", "mamba_chunk_size"))
+        piece = next((int(size) for size in named if size), _SCANNED)
+        numbers = [shape[1] * piece if len(shape) > 3 else shape.numel() for shape in shapes]
+        return _SCAN_COPIES * 4 * max(numbers, default=0)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 FAULTS = (
@@ -90,6 +187,9 @@ FAULTS = (
 
 Exchange = Callable[[int, str, torch.Tensor], torch.Tensor]
 """(layer, which part, [heads, T, size] of the new positions) -> [heads, all positions, size]."""
+
+Held = Mapping[StateKey, torch.Tensor]
+"""A sequence's state. Layers change it in place."""
 
 
 class _PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -119,15 +219,55 @@ class _PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._past + query_length, 0
 
 
-def _cache(kinds: Sequence[LayerKind], past: int, exchange: Exchange) -> Cache:
-    return Cache(
-        layers=[
-            _PagedLayer(index, sliding=kind.sliding, past=past, exchange=exchange)
-            if kind.paged
-            else DummyLayer()  # type: ignore[no-untyped-call]
-            for index, kind in enumerate(kinds)
-        ]
-    )
+class _PagedStateLayer(LinearAttentionLayer, _PagedLayer):  # type: ignore[misc, no-untyped-call, override]
+    """One that keeps a state, too."""
+
+    def __init__(self, states: int, index: int, *, sliding: bool, past: int, exchange: Exchange):
+        LinearAttentionLayer.__init__(self, states)
+        _PagedLayer.__init__(self, index, sliding=sliding, past=past, exchange=exchange)
+
+
+def _cache(
+    kinds: Sequence[LayerKind], past: int, exchange: Exchange, held: Held | None = None
+) -> Cache:
+    """held: None lets layers make states of their own."""
+    layers: list[Any] = []
+    for index, kind in enumerate(kinds):
+        if not kind.paged:
+            empty: Any = DummyLayer
+            layers.append(LinearAttentionLayer(kind.states) if kind.states else empty())
+        elif kind.states:
+            layers.append(
+                _PagedStateLayer(
+                    kind.states, index, sliding=kind.sliding, past=past, exchange=exchange
+                )
+            )
+        else:
+            layers.append(_PagedLayer(index, sliding=kind.sliding, past=past, exchange=exchange))
+    for key, tensor in (held or {}).items():
+        layer = layers[key.layer]
+        if key.which == "recurrent":
+            layer.recurrent_states[key.number] = tensor
+            layer.is_recurrent_states_initialized[key.number] = True
+            continue
+        layer.dtype, layer.device = tensor.dtype, tensor.device
+        layer.conv_states[key.number] = tensor
+        layer.conv_kernel_size[key.number] = tensor.shape[-1]
+        layer.is_conv_states_initialized[key.number] = True
+        layer.has_previous_state[key.number] = past > 0
+    return Cache(layers=layers)
+
+
+def _made(cache: Cache) -> dict[StateKey, torch.Tensor]:
+    """The states that a cache's layers have made."""
+    found: dict[StateKey, torch.Tensor] = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for which in ("conv", "recurrent"):
+                for i, tensor in getattr(layer, f"{which}_states").items():
+                    if tensor is not None:
+                        found[StateKey(index, which, i)] = tensor
+    return found
 
 
 @lru_cache
@@ -163,8 +303,17 @@ def run_own(
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of the cache that transformers generates with."""
-    return list(DynamicCache(config=config).layers)
+    """The layers of the cache that transformers generates with. Raises UnsupportedModel where it
+    has no such layers."""
+    try:
+        return list(DynamicCache(config=config).layers)
+    except FAULTS as error:
+        raise UnsupportedModel(f"{config.model_type}: its layers are kept in no cache") from error
+
+
+def keeps_states(config: Any) -> bool:
+    """Whether layers of a model keep a state of the sequence in its cache."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache_layers(config))
 
 
 def probe_own(network: nn.Module) -> OwnAttention:
@@ -176,14 +325,13 @@ def probe_own(network: nn.Module) -> OwnAttention:
         raise UnsupportedModel(f"{name}: it keeps no keys and values in a cache")
     kinds = []
     for layer in cache_layers(config):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise UnsupportedModel(f"{name}: its layers keep a recurrent state, which is not KV")
-        if type(layer) not in _PAGED and not isinstance(layer, DummyLayer):
+        if type(layer) not in _KNOWN:
             raise UnsupportedModel(f"{name}: its layers keep a {type(layer).__name__}")
-        paged = type(layer) in _PAGED
-        kinds.append(LayerKind(paged, paged and bool(layer.is_sliding)))
+        paged = isinstance(layer, CacheLayerMixin)
+        states = getattr(layer, "number_of_states", 0)
+        kinds.append(LayerKind(paged, paged and bool(layer.is_sliding), states))
     device = next(network.parameters()).device
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    tokens = torch.zeros(1, _PROBED, dtype=torch.int64, device=device)
     parts: dict[tuple[int, str], Part] = {}
     kept: dict[tuple[int, str], torch.Tensor] = {}
     width = 0
@@ -196,7 +344,7 @@ def probe_own(network: nn.Module) -> OwnAttention:
             raise UnsupportedModel(f"{name}: layer {layer} keeps numbers of another type")
         heads, count, size = new.shape
         if count != tokens.shape[1]:
-            raise UnsupportedModel(f"{name}: layer {layer} keeps {count} positions of 2")
+            raise UnsupportedModel(f"{name}: layer {layer} keeps {count} positions of {_PROBED}")
         parts[layer, which] = Part(width, heads, size)
         width += heads * size
         kept[layer, which] = new
@@ -205,14 +353,63 @@ def probe_own(network: nn.Module) -> OwnAttention:
     def extend(layer: int, which: str, new: torch.Tensor) -> torch.Tensor:
         return torch.cat((kept[layer, which], new), 1)
 
+    def run(count: int, held: Held) -> torch.Tensor:
+        cache = _cache(kinds, _PROBED, extend, {key: held[key].clone() for key in held})
+        wanted = torch.arange(count, device=device)
+        return run_own(network, tokens[:, :count], _PROBED, wanted, cache)
+
+    first = _cache(kinds, 0, keep)
     try:
-        run_own(network, tokens, 0, tokens[0, :1], _cache(kinds, 0, keep))
-        run_own(network, tokens, 2, tokens[0, :1], _cache(kinds, 2, extend))
+        run_own(network, tokens, 0, tokens[0, :1], first)
+        states = _made(first)
+        run(2, states)
     except FAULTS as error:
         raise UnsupportedModel(f"{name}: it does not run over a cache of ours") from error
-    if not parts:
+    if not parts and not states:
         raise UnsupportedModel(f"{name}: it keeps no keys and values in a cache")
-    return OwnAttention(tuple(kinds), parts)
+    if getattr(network, "_is_stateful", False) and not states:
+        raise UnsupportedModel(f"{name}: it keeps its recurrent state outside of its cache")
+    return OwnAttention(
+        tuple(kinds),
+        parts,
+        _laid_out(states),
+        network.dtype,  # type: ignore[arg-type]
+        device.type != "meta" and _is_stepwise(run, states),
+    )
+
+
+_PROBED = 2
+"""Positions of the first run that shows what a model keeps."""
+
+
+def _laid_out(states: Mapping[StateKey, torch.Tensor]) -> dict[StateKey, StatePart]:
+    found: dict[StateKey, StatePart] = {}
+    start = 0
+    for key, tensor in states.items():
+        found[key] = StatePart(start, tensor.shape, tensor.dtype)
+        start = _aligned(found[key].end)
+    return found
+
+
+def _is_stepwise(run: Callable[[int, Held], torch.Tensor], states: Held) -> bool:
+    """Whether a chunk of several positions goes on without some state that a single position reads.
+
+    A state that is no number makes logits none, if it is read. Of layers that keep the same, one is
+    tried. run: (positions, state) -> logits behind each.
+    """
+    alike = {(key.which, key.number, t.shape, t.dtype): key for key, t in states.items()}
+
+    def reads(count: int, key: StateKey) -> bool:
+        try:
+            found = run(count, {**states, key: torch.full_like(states[key], torch.nan)})
+        except FAULTS:
+            return True
+        return bool(found.isnan().any())
+
+    return any(
+        states[key].is_floating_point() and reads(1, key) and not reads(2, key)
+        for key in alike.values()
+    )
 
 
 class OwnBackend:
@@ -230,6 +427,8 @@ class OwnBackend:
     ):
         self._own = own
         self.memory = KvCache(layout, num_blocks, block_size, device, dtype=dtype)
+        self._front = layout.state_blocks(block_size) * block_size
+        """Positions of a table before the sequence's first one."""
 
     def forward(self, network: nn.Module, plan: StepPlan, last: LastTokens) -> torch.Tensor:
         """Logits [wanted rows, vocab] of a plan's chunks, one chunk after the other."""
@@ -240,9 +439,15 @@ class OwnBackend:
         found = []
         sizes = [len(chunk.token_ids) for chunk in plan.chunks]
         for chunk, given in zip(plan.chunks, torch.split(tokens, sizes), strict=True):
-            wanted = torch.tensor(chunk.wanted, dtype=torch.int64, device=device)
-            cache = _cache(self._own.kinds, chunk.first_position, self._rows(chunk))
-            found.append(run_own(network, given[None], chunk.first_position, wanted, cache))
+            with self._state(chunk) as held:
+                for start, count in self._pieces(chunk):
+                    rows = [row - start for row in chunk.wanted if start <= row < start + count]
+                    wanted = torch.tensor(rows, dtype=torch.int64, device=device)
+                    first = chunk.first_position + start
+                    exchange = self._exchange(chunk.extents, first, count)
+                    cache = _cache(self._own.kinds, first, exchange, held)
+                    piece = given[None, start : start + count]
+                    found.append(run_own(network, piece, first, wanted, cache))
         return torch.cat(found)
 
     def decode_buffers(self, max_rows: int) -> None:
@@ -251,11 +456,39 @@ class OwnBackend:
     def forget(self, extents: Extents) -> None:
         """Leaves nothing in these blocks that their next owner could see."""
 
-    def _rows(self, chunk: Chunk) -> Exchange:
+    def _pieces(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """What of a chunk can be computed at once, as (first, count) of its positions."""
+        count = len(chunk.token_ids)
+        if self._own.stepwise and chunk.first_position:
+            return [(i, 1) for i in range(count)]
+        return [(0, count)]
+
+    @contextmanager
+    def _state(self, chunk: Chunk) -> Iterator[Held]:
+        """A sequence's state, zeros before its first position: where it lies, if that is one run of
+        blocks, else a copy that is put back."""
+        if not self._own.states:
+            yield {}
+            return
         memory = self.memory.keys[0, 0]
-        runs = list(spans(chunk.extents, 0, chunk.end_position, self.memory.block_size))
+        count = self.memory.layout.state_positions
+        runs = list(spans(chunk.extents, 0, count, self.memory.block_size))
+        lying = [memory.narrow(0, *run) for run in runs]
+        rows = lying[0] if len(runs) == 1 else torch.cat(lying)
+        if not chunk.first_position:
+            rows.zero_()
+        numbers = rows.view(-1).view(torch.uint8)
+        yield {key: part.of(numbers) for key, part in self._own.states.items()}
+        if len(runs) > 1:
+            for place, part in zip(lying, torch.split(rows, [n for _, n in runs]), strict=True):
+                place.copy_(part)
+
+    def _exchange(self, extents: Extents, first: int, count: int) -> Exchange:
+        """Of `count` positions from `first` on."""
+        memory = self.memory.keys[0, 0]
+        runs = list(spans(extents, self._front, first + count, self.memory.block_size))
         places = torch.cat([torch.arange(at, at + n, device=memory.device) for at, n in runs])
-        new = places[chunk.first_position :]
+        new = places[first:]
 
         def exchange(layer: int, which: str, states: torch.Tensor) -> torch.Tensor:
             part = self._own.parts[layer, which]

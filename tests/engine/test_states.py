@@ -1,0 +1,169 @@
+"""Models whose layers keep a state of the sequence give the tokens that transformers generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.kvcache.block_pool import BlockCopy, Extents
+from batonlm.core.scheduler.plan import BlockSwap, Chunk, StepPlan
+from batonlm.engine import selfcheck
+from batonlm.engine.attention import own
+from batonlm.engine.checkpoint import UnsupportedModel
+from batonlm.engine.config import EngineConfig
+from batonlm.engine.footprint import foresee
+from batonlm.engine.memory import plan_memory
+from batonlm.engine.runner import TorchRunner
+from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
+from tests.engine.test_parity import expected
+from tests.engine.tiny_models import STATES, VOCAB
+
+LENGTHS = (1, 5, 16, 17, 33, 50, 150)
+NEW_TOKENS = 6
+PREFIX = 20
+POOL = 1024
+FAST = {"lfm2", "jamba"}
+"""With convolutions alone; and with a recurrent state that no longer chunk takes up."""
+ALL = [arch if arch in FAST else pytest.param(arch, marks=pytest.mark.deep) for arch in STATES]
+
+
+def load(folder: Path, **options: int) -> TorchRunner:
+    return TorchRunner.load(EngineConfig(str(folder), num_blocks=POOL, **options))  # type: ignore[arg-type]
+
+
+def front_of(runner: TorchRunner) -> int:
+    """Blocks of a table that hold the state."""
+    return runner.layout.state_blocks(runner.block_size)
+
+
+def blocks_of(extents: Extents) -> list[int]:
+    return [block for first, count in extents for block in range(first, first + count)]
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_tokens_equal_transformers(arch: str, saved: Callable[[str], Path]) -> None:
+    prompts = random_prompts(LENGTHS, VOCAB)
+    wanted = expected(arch, prompts, NEW_TOKENS)
+    runner, other = load(saved(arch)), load(saved(arch))
+    front = front_of(runner)
+    blocks = front + -(-(max(LENGTHS) + NEW_TOKENS) // runner.block_size)
+    one, apart = together(len(prompts), blocks), scattered(len(prompts), blocks)
+    assert generate(runner, prompts, one, NEW_TOKENS) == wanted
+    assert generate(runner, prompts, apart, NEW_TOKENS, chunk=7) == wanted
+    # Longer than the pieces in which transformers computes a chunk.
+    assert generate(runner, prompts, one, NEW_TOKENS, chunk=80) == wanted
+    for prompt, here, there in zip(prompts, one, apart, strict=True):
+        if count := min(PREFIX, len(prompt) - 1):
+            fill(runner, prompt[:count], here)
+            rows = front * runner.block_size + count
+            other.unpack(there, 0, rows, memoryview(packed(runner, here, 0, rows)))
+    assert generate(other, prompts, apart, NEW_TOKENS, start=PREFIX) == wanted
+
+
+@pytest.mark.parametrize("arch", ALL)
+def test_states_are_swapped_and_forked(arch: str, saved: Callable[[str], Path]) -> None:
+    """One sequence is swapped out, its blocks are used by another, and it comes back elsewhere; a
+    copy of it is as good."""
+    prompts = random_prompts((30, 40), VOCAB)
+    wanted = expected(arch, prompts, NEW_TOKENS)
+    config = EngineConfig(str(saved(arch)), num_blocks=POOL, swap_host_bytes=64 << 20)
+    runner = TorchRunner.load(config)
+    count = front_of(runner) + 3
+    first, second, third = together(3, count)
+    fill(runner, prompts[0][:21], first)
+    stored = tuple(range(count))
+    runner.submit(StepPlan(0, (), swap_out=(BlockSwap(tuple(blocks_of(first)), stored),)))
+    runner.collect()
+    assert generate(runner, prompts[1:], [first], NEW_TOKENS) == wanted[1:]
+    runner.submit(StepPlan(0, (), swap_in=(BlockSwap(tuple(blocks_of(second)), stored),)))
+    runner.collect()
+    copies = tuple(
+        BlockCopy(source, target, runner.block_size)
+        for source, target in zip(blocks_of(second), blocks_of(third), strict=True)
+    )
+    runner.submit(StepPlan(0, (), copies=copies))
+    runner.collect()
+    for table in (second, third):
+        assert generate(runner, prompts[:1], [table], NEW_TOKENS, start=21) == wanted[:1]
+
+
+@pytest.mark.parametrize("arch", ["lfm2", "mamba"])
+def test_memory_is_foreseen(arch: str, saved: Callable[[str], Path]) -> None:
+    config = EngineConfig(str(saved(arch)), num_blocks=POOL)
+    foreseen, runner = foresee(config), TorchRunner.load(config)
+    assert foreseen.memory.block_bytes == runner.memory.block_bytes
+    assert foreseen.memory.state_blocks == front_of(runner) > 0
+    assert foreseen.shape.layout == replace(runner.layout, model_digest="")
+    assert "state" in dict(foreseen.memory.lines())
+
+
+def test_a_pool_counts_states() -> None:
+    config = EngineConfig("m", max_batch=4, block_size=16, kv_memory_bytes=1 << 40)
+    plan = plan_memory(
+        config,
+        device="cpu",
+        model_len=160,
+        free_bytes=1 << 40,
+        weights=0,
+        activations=0,
+        position=64,
+        state_positions=100,
+    )
+    assert plan.state_blocks == 7
+    assert plan.num_blocks == 4 * (7 + 10)
+    assert (plan.sequences, plan.max_model_len) == (4, 160)
+    assert plan.sequence_bytes == 17 * 16 * 64
+
+
+def test_positions_of_a_model_without_kv_cost_little(saved: Callable[[str], Path]) -> None:
+    layout = load(saved("mamba")).layout
+    assert layout.state_positions * layout.bytes_per_position >= 3 * 128 * (16 + 4) * 4
+    assert layout.bytes_per_position == 64
+
+
+def test_two_chunks_that_share_a_state_are_refused(saved: Callable[[str], Path]) -> None:
+    runner = load(saved("lfm2"))
+    front = front_of(runner)
+    tables: list[Extents] = [((0, front), (at, 1)) for at in (front, front + 1)]
+    chunks = tuple(Chunk(i, [5], 0, table) for i, table in enumerate(tables))
+    with pytest.raises(Internal, match="same block"):
+        runner.submit(StepPlan(0, chunks))
+    with pytest.raises(Internal, match="cover"):
+        runner.submit(StepPlan(0, (Chunk(0, [5], 0, ((0, front),)),)))
+
+
+def test_states_are_not_converted(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        TorchRunner.load(EngineConfig(str(saved("lfm2")), kv_wire_dtype="bfloat16"))
+    assert caught.value.field == "kv_wire_dtype"
+
+
+def _no_steps(*_: object) -> bool:
+    return False
+
+
+def test_a_state_that_is_dropped_is_seen_at_load(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "_is_stepwise", _no_steps)
+    with pytest.raises(UnsupportedModel, match="chunked prompts"):
+        load(saved("jamba"))
+
+
+def test_a_state_that_a_fork_lacks_is_seen_at_load(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = selfcheck.SelfCheck.states
+
+    def without_states(
+        check: selfcheck.SelfCheck, copy: Callable[[BlockCopy], None], size: int
+    ) -> None:
+        real(check, lambda each: copy(each) if each.source else None, size)
+
+    monkeypatch.setattr(selfcheck.SelfCheck, "states", without_states)
+    with pytest.raises(UnsupportedModel, match="forks"):
+        load(saved("lfm2"))
