@@ -166,6 +166,10 @@ SENTENCES: Sequence[tuple[str, str]] = [
     ),
     ("decode.keda.enabled=true,decode.keda.minReplicas=0", "decode.keda.minReplicas must be 1"),
     (
+        "planner.enabled=true,planner.scale.decode.enabled=true,planner.scale.decode.minReplicas=0",
+        "planner.scale.decode.minReplicas must be 1",
+    ),
+    (
         "decode.autoscaling.enabled=true,decode.autoscaling.minReplicas=11",
         "decode.autoscaling.maxReplicas is 10, less than minReplicas, which is 11",
     ),

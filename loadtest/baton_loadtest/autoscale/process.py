@@ -76,8 +76,6 @@ class PlannerConfig:
                 raise InvalidArgument(
                     f"{text!r} must be prefill=least:most or decode=least:most", field="scale"
                 )
-            if role == "decode" and not int(least):
-                raise InvalidArgument("decode needs at least one worker", field="scale")
             found[role] = PoolPolicy(Bounds(int(least), min(MOST, int(most))), self.cool_down_s)
         return found
 

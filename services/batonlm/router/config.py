@@ -121,6 +121,14 @@ class RouterConfig(ProcessOptions):
     target_startup_s: float = option(
         30.0, "time that a new worker takes to start, for the same", unit="s", minimum=0.0
     )
+    idle_timeout_s: float = option(
+        0.0,
+        "a model of `model` for which no request came for so long needs no worker, which "
+        "baton_pool_target_workers then says; its next request waits for one, for wait_timeout_s "
+        "at most; 0: it always needs one",
+        unit="s",
+        minimum=0.0,
+    )
     max_attempts: int = option(
         3, "attempts in a row that may fail without progress", minimum=1, maximum=100
     )
@@ -199,6 +207,8 @@ class RouterConfig(ProcessOptions):
             raise InvalidArgument("needs timings", field="keep_replays")
         if self.model_aliases and not self.model:
             raise InvalidArgument("needs model", field="model_aliases")
+        if self.idle_timeout_s and not (self.model and self.target_first_token_ms):
+            raise InvalidArgument("needs model and target_first_token_ms", field="idle_timeout_s")
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidArgument(

@@ -39,8 +39,8 @@ class InMemory:
         return True
 
 
-def planner(pools: InMemory, *, dry_run: bool = False) -> Planner:
-    policies = {role: PoolPolicy(Bounds(1, 8), 60.0) for role in pools.sizes}
+def planner(pools: InMemory, *, dry_run: bool = False, least: int = 1) -> Planner:
+    policies = {role: PoolPolicy(Bounds(least, 8), 60.0) for role in pools.sizes}
     return Planner(policies, pools, 60.0, dry_run=dry_run)
 
 
@@ -56,6 +56,16 @@ def test_pools_get_what_routers_ask_for_and_the_event_says_why() -> None:
     assert pools.said == ["decode from 2 to 4: routers ask for 4"]
     one.look(5.0, Reading(0))
     assert pools.sizes == {"prefill": 1, "decode": 4}, "routers that say nothing change nothing"
+
+
+def test_pools_that_may_be_empty_go_to_nothing_and_come_back() -> None:
+    pools = InMemory({"prefill": 1, "decode": 2})
+    one = planner(pools, least=0)
+    for at in range(0, 400, 5):
+        one.look(float(at), reading(0, 0))
+    assert pools.sizes == {"prefill": 0, "decode": 0}
+    one.look(405.0, reading(0, 1))
+    assert pools.sizes == {"prefill": 0, "decode": 1}
 
 
 def test_a_dry_run_changes_nothing() -> None:
@@ -148,7 +158,6 @@ def test_routers_are_read_and_the_most_counts() -> None:
     [
         ({"scale": ("prefill",)}, "scale"),
         ({"scale": ("tokenizer=1:2",)}, "scale"),
-        ({"scale": ("decode=0:2",)}, "scale"),
         ({"scale": ("decode=3:2",)}, "least"),
         ({"scale": ("decode=1:-2",)}, "scale"),
         ({}, "scale"),

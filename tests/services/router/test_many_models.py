@@ -7,11 +7,22 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from batonlm.core.errors import ModelNotFound, Unavailable, model_not_found
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import (
+    InvalidArgument,
+    ModelNotFound,
+    Overloaded,
+    Unavailable,
+    model_not_found,
+)
 from batonlm.core.request.request import ChatPrompt, Message, Request
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.router.config import RouterConfig
+from batonlm.router.observe.gauges import pool_targets
+from batonlm.router.observe.metrics import RouterMetrics
+from batonlm.router.workers.discovery import Replicas
 from batonlm.testing import language
 from batonlm.testing.scripted import (
     ScriptedDecode,
@@ -177,6 +188,51 @@ async def test_a_canary_gets_traffic_as_soon_as_it_is_there_and_not_before(world
 
 def chosen(world: World, number: int) -> str:
     return world.aliases["chat"].model(conversation(turn(number)), ("small", "large"))
+
+
+SLEEPS = replace(BOTH, model=("small",), idle_timeout_s=300.0, max_requests=8)
+
+
+async def test_a_model_without_workers_holds_its_first_requests_and_asks_for_one(
+    world: World,
+) -> None:
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    sleeping, address = world.decodes.pop(), "127.0.0.1:0"
+    await world.run(SLEEPS)
+    metrics = RouterMetrics(CollectorRegistry())
+    assert world.fleet is not None
+    targets = pool_targets(world.pipeline, world.fleet, SLEEPS, metrics, Replicas(None))
+    assert world.pipeline.ready(), "clients' requests have to come here"
+    assert targets.read() == {("small", "prefill"): 0, ("small", "decode"): 0}
+    greedy, other = Tenant("greedy"), Tenant("other")
+    asked = [
+        asyncio.create_task(world.ask(replace(REQUEST, model=model, tenant=tenant)))
+        for model, tenant in (("small", greedy), ("", greedy), ("small", other))
+    ]
+    await until(lambda: world.pipeline.held_by_model() == {"small": 3})
+    assert targets.read()["small", "decode"] == 1
+    # A quarter of the router's requests is the most of one tenant.
+    with pytest.raises(Overloaded, match="wait for this model"):
+        await world.ask(replace(REQUEST, tenant=greedy))
+    gone = asyncio.create_task(world.ask(replace(REQUEST, tenant=other)))
+    await until(lambda: world.pipeline.held_by_model() == {"small": 4})
+    gone.cancel()
+    await until(lambda: world.pipeline.held_by_model() == {"small": 3})
+    world.decodes.append(sleeping)
+    address = await sleeping.start()
+    world.listed["decode"].set([address])
+    for task in asked:
+        check(await task)
+    assert not world.pipeline.held_by_model()
+    assert targets.read()["small", "decode"] == 1
+    await until(world.nothing_left)
+
+
+def test_a_model_that_may_sleep_has_a_name_and_targets() -> None:
+    for changed in ({"model": ()}, {"target_first_token_ms": 0.0}):
+        with pytest.raises(InvalidArgument) as caught:
+            replace(SLEEPS, **changed)
+        assert caught.value.field == "idle_timeout_s"
 
 
 @pytest.mark.parametrize("names", [["m", "b" * 300], [f"adapter-{i}" for i in range(5000)]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -49,7 +50,9 @@ def worker(
 class Fleet:
     """What a router sees, set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_s: float = 0.0) -> None:
+        self.held: dict[str, int] = {}
+        self.asleep: Any = (("m",), idle_s, lambda: self.held) if idle_s else ()
         self.prefills = [worker("prefill")]
         self.decodes = [worker("decode")]
         self.waiting: list[int] = []
@@ -64,6 +67,7 @@ class Fleet:
             self.arrived,
             lambda: self.routers,
             lambda: self.now,
+            *self.asleep,
         )
 
     def read(self, after_s: float = 1.0) -> tuple[float | None, float | None]:
@@ -166,3 +170,32 @@ async def test_a_router_tells_them(world: World) -> None:
     )
     await world.ask(Request(TextPrompt("abc"), seed=7, max_tokens=4, ignore_eos=True))
     assert {role: target for (_, role), target in targets.read().items()}["decode"] == 1
+
+
+def test_an_idle_model_needs_no_worker_until_somebody_asks_for_it() -> None:
+    fleet = Fleet(idle_s=100.0)
+    # A router that starts cannot know for how long the workers it finds were idle.
+    assert fleet.read() == (0, 1)
+    assert fleet.read(99.0) == (0, 1)
+    assert fleet.read(2.0) == (0, 0)
+    fleet.prefills, fleet.decodes = [], []
+    assert fleet.read() == (0, 0)
+    fleet.held = {"m": 2}
+    assert fleet.read() == (None, 1)
+    fleet.held = {}
+    # Whoever asked may have gone before the worker has started: it comes all the same.
+    assert fleet.read(50.0) == (None, 1)
+    fleet.decodes = [worker("decode", running_sequences=1)]
+    assert fleet.read(60.0) == (0, 1)
+    fleet.decodes = [worker("decode")]
+    assert fleet.read(99.0) == (0, 1)
+    fleet.accept(1, 10)
+    assert fleet.read(50.0)[1] == 1
+    assert fleet.read(101.0) == (0, 0)
+
+
+def test_a_router_that_starts_without_workers_asks_for_none() -> None:
+    fleet = Fleet(idle_s=100.0)
+    fleet.prefills, fleet.decodes = [], []
+    assert fleet.read() == (0, 0)
+    assert fleet.read(1000.0) == (0, 0)

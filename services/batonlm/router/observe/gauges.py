@@ -217,6 +217,9 @@ def pool_targets(
         metrics.arrived,
         replicas.live_replicas,
         monotonic,
+        config.model if config.idle_timeout_s else (),
+        config.idle_timeout_s,
+        pipeline.held_by_model,
     )
 
 
@@ -238,24 +241,31 @@ class PoolTargets:
         arrived: Arrived,
         routers: Callable[[], int],
         now: Callable[[], float],
+        expected: Sequence[str] = (),
+        idle_s: float = 0.0,
+        held: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         """waiting: model and input tokens of each attempt that waits here. routers: the number of
-        live routers. now: in seconds, monotonic."""
+        live routers. now: in seconds, monotonic. expected: models that are known without workers,
+        and need none after idle_s without requests. held: requests that wait for a model's first
+        worker."""
         self._policy = policy
         self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
         self._arrived, self._routers, self._now = arrived, routers, now
+        self._expected, self._idle_s, self._held = expected, idle_s, held
         self._refused = arrived.refused
         self._models: dict[str, _ModelTargets] = {}
 
     def read(self) -> dict[tuple[str, ...], float]:
         """Returns the targets by model and role, without pools about which nothing is known yet.
-        Models without workers are forgotten."""
+        Models without workers are forgotten, but for those that are expected."""
         now, routers = self._now(), self._routers()
         prefills, decodes = _by_model(self._prefills()), _by_model(self._decodes())
         waiting: dict[str, list[int]] = {}
         for model, tokens in self._waiting():
             waiting.setdefault(model, []).append(tokens)
-        names = sorted(prefills.keys() | decodes.keys())
+        held = self._held()
+        names = sorted(prefills.keys() | decodes.keys() | set(self._expected))
         self._models = {
             name: self._models.get(name) or _ModelTargets(self._policy, self._arrived, name)
             for name in names
@@ -268,9 +278,14 @@ class PoolTargets:
         for name, one in self._models.items():
             share = came[name] / total if total else 1 / len(names)
             one.refuse(refused * share)
-            targets = one.targets(
-                now, routers, prefills.get(name, []), decodes.get(name, []), waiting.get(name, [])
-            )
+            workers = prefills.get(name, []), decodes.get(name, [])
+            targets = one.targets(now, routers, *workers, waiting.get(name, []))
+            if name in self._expected:
+                asked = came[name] + held.get(name, 0) + len(waiting.get(name, []))
+                needed = one.is_needed(now, asked, *workers, self._idle_s)
+                targets = targets if needed else {"prefill": 0, "decode": 0}
+                if needed:
+                    targets.setdefault("decode", 1)
             found |= {(name, role): float(target) for role, target in targets.items()}
         return found
 
@@ -286,6 +301,25 @@ class _ModelTargets:
         self._new_tokens = self._mean_tokens = 0.0
         self._refused = self._placed = self._arrived_s = 0.0
         self._counted_placed = arrived.placed[model]
+        self._needed_at: float | None = None
+
+    def is_needed(
+        self,
+        now: float,
+        asked: int,
+        prefills: Sequence[WorkerSnapshot],
+        decodes: Sequence[WorkerSnapshot],
+        idle_s: float,
+    ) -> bool:
+        """Returns whether the model had work within the last idle_s. Workers that this router finds
+        when it starts count as work: it cannot know what they did before. asked: new requests and
+        those that wait here."""
+        busy = any(
+            one.load.running_sequences + one.load.waiting_sequences for one in (*prefills, *decodes)
+        )
+        if asked or busy or (self._needed_at is None and decodes):
+            self._needed_at = now
+        return self._needed_at is not None and now - self._needed_at < idle_s
 
     def accepted(self, arrived: Arrived) -> int:
         """Takes what was accepted and placed since the last call; returns the number of accepted

@@ -237,6 +237,10 @@ class Pipeline:
         workers."""
         return Counter(runner.model.name for runner in self._runners)
 
+    def held_by_model(self) -> Mapping[str, int]:
+        """Requests that wait for the first worker of their model."""
+        return self._preparation.held.by_model
+
     def models(self) -> list[ModelDescription]:
         """The models that generate and can be requested now."""
         return self._preparation.models()
@@ -248,7 +252,8 @@ class Pipeline:
     def ready(self) -> bool:
         """Whether requests should be sent here: they would be accepted and could be answered
         now."""
-        return not self._leaving and self._fleet.ready
+        fleet, starts = self._fleet, bool(self._config.idle_timeout_s)
+        return not self._leaving and (fleet.starts_models if starts else fleet.ready)
 
     def turn_away(self, tenant: Tenant, priority: int) -> None:
         """Raises BatonError when any request of the tenant would be refused now, so that this one

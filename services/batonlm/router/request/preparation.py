@@ -7,12 +7,15 @@ score the prompt, if requested → RequestRunner
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from batonlm.core.errors import InvalidArgument, Unavailable, model_not_found
+from batonlm.core.admission.tenants import Tenant
+from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable, model_not_found
 from batonlm.core.observe.request_record import Replay, packed
 from batonlm.core.observe.stages import Stage
 from batonlm.core.request.answers import AnswerDeltas, AnswerRules
@@ -64,6 +67,37 @@ class Prepared(NamedTuple):
     """The splitter of each choice's deltas; empty: deltas are passed on unchanged."""
 
 
+RETRY_HELD_S = 5.0
+HELD_SHARE = 4
+"""A tenant may have one in so many of a router's requests wait for one model's first worker."""
+
+
+class HeldRequests:
+    """Requests that wait for the first worker of their model."""
+
+    def __init__(self, most_of_tenant: int) -> None:
+        """most_of_tenant: for each model."""
+        self.by_model = Counter[str]()
+        self._most = most_of_tenant
+        self._by_tenant = Counter[tuple[str, str, str]]()
+
+    @contextmanager
+    def one(self, model: str, tenant: Tenant) -> Iterator[None]:
+        """Counts a request within the block. Raises Overloaded for one too many of its tenant:
+        whoever asks for a model that does not start leaves room for requests for others."""
+        key = model, tenant.name, tenant.address
+        if self._by_tenant[key] >= self._most:
+            text = "Too many requests wait for this model already."
+            raise Overloaded(text, retry_after_s=RETRY_HELD_S)
+        self.by_model[model] += 1
+        self._by_tenant[key] += 1
+        try:
+            yield
+        finally:
+            self.by_model -= Counter([model])
+            self._by_tenant -= Counter([key])
+
+
 class Preparation:
     """Prepares the requests of one router."""
 
@@ -72,6 +106,7 @@ class Preparation:
     ) -> None:
         self._services = services
         self._aliases = aliases
+        self.held = HeldRequests(max(1, services.config.max_requests // HELD_SHARE))
         config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
         self._tokenizers = Tokenizers(services.fleet, config, services.budget)
@@ -322,21 +357,25 @@ class Preparation:
         if alias is not None:
             context.alias, key = name, conversation(context.request)
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + config.wait_timeout_s
-        while True:
-            models = self.models()
-            if alias is not None:
-                name = alias.model(key, {model.name for model in models})
-            if config.model and name not in config.model:
-                raise model_not_found(name, [*config.model, *aliases])
-            for model in models:
-                if name in ("", model.name):
-                    # Looks again: of one name there may be two models, and this request gets one of
-                    # them.
-                    return fleet.model_for(context.request_id, model.name) or model
-            if models and not config.model and alias is None:
-                raise model_not_found(name, [*{model.name for model in models}, *aliases])
-            left = give_up - loop.time()
-            if left <= 0 or not fleet.decodes.awaited:
-                raise fleet.decodes.absent(model=bool(models))
-            await fleet.changed.wait(left)
+        give_up, waits = loop.time() + config.wait_timeout_s, False
+        with ExitStack() as held:
+            while True:
+                models = self.models()
+                if alias is not None:
+                    name = alias.model(key, {model.name for model in models})
+                if config.model and name not in config.model:
+                    raise model_not_found(name, [*config.model, *aliases])
+                for model in models:
+                    if name in ("", model.name):
+                        # Looks again: of one name there may be two models, and this request gets
+                        # one of them.
+                        return fleet.model_for(context.request_id, model.name) or model
+                if models and not config.model and alias is None:
+                    raise model_not_found(name, [*{model.name for model in models}, *aliases])
+                left = give_up - loop.time()
+                if left <= 0 or not fleet.decodes.awaited:
+                    raise fleet.decodes.absent(model=bool(models))
+                if not waits:
+                    held.enter_context(self.held.one(name, context.request.tenant))
+                    waits = True
+                await fleet.changed.wait(left)

@@ -618,6 +618,11 @@ class Fleet:
         """Whether a text could be answered now. That needs no prefill worker."""
         return all(pool.serving() for pool in (self.tokenizers, self.decodes, self.detokenizers))
 
+    @property
+    def starts_models(self) -> bool:
+        """Whether a text could be answered once a worker of its model has started."""
+        return all(pool.serving() for pool in (self.tokenizers, self.detokenizers))
+
     def log_unpaired(self, decision: Decision) -> None:
         """Logs, once per pair, workers that a decision could not pair, and the reason. Such a
         misconfiguration fails no request, because decode prefills by itself, only slower."""

@@ -191,8 +191,8 @@
 {{- if and $c.autoscaling.enabled $c.keda.enabled -}}
 {{- fail (printf "%s.keda.enabled contradicts %s.autoscaling.enabled: two autoscalers would fight over one pool." .component .component) -}}
 {{- end -}}
-{{- if and $c.keda.enabled (ne .component "prefill") (eq (int $c.keda.minReplicas) 0) -}}
-{{- fail (printf "%s.keda.minReplicas must be 1 or more: nothing is answered without this pool. Only prefill may be 0." .component) -}}
+{{- if and $c.keda.enabled (eq (int $c.keda.minReplicas) 0) (ne .component "prefill") (not (and (eq .component "decode") .root.Values.router.config.idle_timeout_s)) -}}
+{{- fail (printf "%s.keda.minReplicas must be 1 or more: nothing is answered without this pool. Only prefill may be 0, and decode with router.config.idle_timeout_s." .component) -}}
 {{- end -}}
 {{- range list "autoscaling" "keda" -}}
 {{- $s := index $c . -}}

@@ -40,6 +40,9 @@ where nothing can be looked up, as in `helm template`, each rendering makes anot
 {{- if gt (int $c.machines.count) 1 -}}
 {{- fail (printf "planner.scale.%s.enabled: %s.machines.count is %d, and the planner scales Deployments only." . . (int $c.machines.count)) -}}
 {{- end -}}
+{{- if and (eq . "decode") (eq (int $pool.minReplicas) 0) (not $v.router.config.idle_timeout_s) -}}
+{{- fail "planner.scale.decode.minReplicas must be 1 or more without router.config.idle_timeout_s: nothing is answered without this pool, and no router would ask for it." -}}
+{{- end -}}
 {{- if lt (int $pool.maxReplicas) (int $pool.minReplicas) -}}
 {{- fail (printf "planner.scale.%s.maxReplicas is %d, less than minReplicas, which is %d." . (int $pool.maxReplicas) (int $pool.minReplicas)) -}}
 {{- end -}}
