@@ -239,9 +239,10 @@ def open_runner(
     quantize: str = "none",
     device: str = "cpu",
     decoder: str = "auto",
+    adapter_bytes: tuple[int, int] = (0, 0),
 ) -> TorchRunner:
     """Opens a runner with KV memory for so many positions. The number of threads is set only by the
-    first one in a process."""
+    first one in a process. adapter_bytes: for adapters that are ready, and for all."""
     if "torch" not in sys.modules:
         configure_threads(threads)
     from batonlm.engine.runner import TorchRunner
@@ -256,6 +257,8 @@ def open_runner(
             threads=threads,
             quantize=quantize,
             decoder=decoder,
+            adapter_memory_bytes=adapter_bytes[0],
+            adapter_host_bytes=adapter_bytes[1],
         )
     )
 
@@ -345,19 +348,42 @@ class StepTimer:
         self._numbers = count(1)
         self._fill()
 
-    def decode(self, batch: int, context: int, *, least: int = 3, seconds: float = 0.3) -> float:
+    def decode(
+        self,
+        batch: int,
+        context: int,
+        *,
+        least: int = 3,
+        seconds: float = 0.3,
+        adapters: Sequence[str] = ("",),
+    ) -> float:
         """Returns the seconds of a step in which each of `batch` sequences gets a token after
-        `context` positions: the best of at least `least` steps, over at least `seconds`."""
-        blocks = self._blocks(context + 1)
-        chunks = tuple(
-            Chunk(index, (5,), context, ((index * blocks, blocks),), (self._row(index),))
-            for index in range(batch)
-        )
+        `context` positions: the best of at least `least` steps, over at least `seconds`. adapters:
+        their digests, shared out in turn."""
+        chunks = self._decoding(batch, context, adapters)
         self._run(chunks)
         times = [self._run(chunks)]
         while len(times) < least or sum(times) < seconds:
             times.append(self._run(chunks))
         return min(times)
+
+    def once(self, batch: int, context: int, adapters: Sequence[str]) -> float:
+        """Returns the seconds of a single such step."""
+        return self._run(self._decoding(batch, context, adapters))
+
+    def _decoding(self, batch: int, context: int, adapters: Sequence[str]) -> tuple[Chunk, ...]:
+        blocks = self._blocks(context + 1)
+        return tuple(
+            Chunk(
+                index,
+                (5,),
+                context,
+                ((index * blocks, blocks),),
+                (self._row(index),),
+                adapter=adapters[index % len(adapters)],
+            )
+            for index in range(batch)
+        )
 
     def prefill(self, length: int, chunk: int) -> float:
         """Returns the seconds that a prompt takes in chunks."""

@@ -49,6 +49,15 @@ def test_routing(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
+def test_adapters(bench: Bench) -> None:
+    few = ["--rounds", "1", "--batch", "4", "--adapters", "1,4", "--context", "32", "--rank", "8"]
+    found = bench("adapters", *few)
+    assert found["1 distinct adapter"]["against"] == found["without adapters"]["value"]
+    assert found["4 distinct adapters"]["value"] > 0
+    assert found["one adapter, ready"]["value"] > 0
+
+
+@pytest.mark.deep
 def test_batching(bench: Bench) -> None:
     found = bench("batching", "--requests", "6", "--batch", "2")
     assert found["requests with equal tokens"]["value"] == 100
