@@ -1,4 +1,4 @@
-"""Real processes of a model that keeps a state, which the fake runner stands for."""
+"""Real processes of models that keep a state: the fake runner's, and a tiny one's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.relay import Relay, until_it_comes_about
 from tests.e2e.streams import Following, requests, undisturbed
+from tests.engine.tiny_models import save_tiny_model
 
 STATE = 100
 """Positions: blocks and a part of one."""
@@ -16,15 +17,24 @@ STATE = 100
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)
-def test_streams_move_with_their_states_when_a_decode_worker_drains(tmp_path: Path) -> None:
-    environment = {"BATON_FAKE_STEP_MS": "5", "BATON_FAKE_STATE_POSITIONS": str(STATE)}
-    relay = Relay(tmp_path, "--runner", "fake", "--decode", "2", environment=environment)
+@pytest.mark.parametrize("model", ["fake", "qwen3_next"])
+def test_streams_move_with_their_states_when_a_decode_worker_drains(
+    model: str, tmp_path: Path
+) -> None:
+    if model == "fake":
+        flags, asked = ["--runner", "fake"], requests()
+        environment = {"BATON_FAKE_STEP_MS": "5", "BATON_FAKE_STATE_POSITIONS": str(STATE)}
+    else:
+        # Its sequences are computed one after the other.
+        flags, asked = ["--model", str(save_tiny_model(model, tmp_path / model))], requests()[:8]
+        environment = {"BATON_DTYPE": "float32"}
+    relay = Relay(tmp_path, *flags, "--decode", "2", environment=environment)
     try:
         relay.wait_for_all()
-        expected = undisturbed(relay, requests())
+        expected = undisturbed(relay, asked)
 
         def they_move() -> bool:
-            streams = Following(relay, requests())
+            streams = Following(relay, asked)
             streams.settled()
             leaving = relay.busiest("decode")
             moved = relay.metric(relay.router, "baton_moves_total", outcome="moved")
