@@ -11,6 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import (
+    BatonError,
+    Internal,
     InvalidArgument,
     ModelNotFound,
     Overloaded,
@@ -19,6 +21,7 @@ from batonlm.core.errors import (
 )
 from batonlm.core.request.request import ChatPrompt, Message, Request
 from batonlm.core.routing.aliases import Alias, conversation
+from batonlm.core.routing.step_back import LEAST
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.gauges import pool_targets
 from batonlm.router.observe.metrics import RouterMetrics
@@ -184,6 +187,29 @@ async def test_a_canary_gets_traffic_as_soon_as_it_is_there_and_not_before(world
     await canary.kill()
     await until(lambda: len(world.pipeline.models()) == 1)
     assert await models() == {"small"}
+
+
+async def test_a_model_that_fails_loses_what_it_was_given(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = Alias((("small", 1),))
+    world.aliases["chat"] = before.changed((("small", 1), ("large", 1)))
+    await start(world, replace(BOTH, model=(), max_attempts=1))
+    conversations = [n for n in range(200) if chosen(world, n) == "large"][: LEAST + 1]
+    for worker in (world.prefills[1], world.decodes[1]):
+        worker.refusals += [Internal("It fails.") for _ in range(LEAST)]
+    for number in conversations[:-1]:
+        with pytest.raises(BatonError):
+            await world.ask(turn(number))
+    assert (await world.ask(turn(conversations[-1]))).accepted.model == "small"
+    (record,) = [each for each in caplog.records if "former weights" in each.getMessage()]
+    assert "chat goes back to its former weights on this router: large fails" in record.getMessage()
+    # Until the operator says something else.
+    world.aliases["chat"] = before.changed((("large", 1),))
+    world.prefills[1].refusals.clear()
+    world.decodes[1].refusals.clear()
+    assert (await world.ask(turn(conversations[-1]))).accepted.model == "large"
+    await until(world.nothing_left)
 
 
 def chosen(world: World, number: int) -> str:

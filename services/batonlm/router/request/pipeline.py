@@ -7,6 +7,7 @@ queue, attempts on prefill and decode, tokens to text) → EventStream
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, deque
 from collections.abc import (
     AsyncIterator,
@@ -30,6 +31,7 @@ from batonlm.core.request.request import Event, Request
 from batonlm.core.request.validation import validate
 from batonlm.core.routing.aliases import Alias
 from batonlm.core.routing.failures import RetryBudget
+from batonlm.core.routing.step_back import Outcome
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import Objectives, RouterMetrics
 from batonlm.router.observe.records import Records, UsageSink
@@ -46,6 +48,7 @@ from batonlm.router.request.runner import RequestRunner
 from batonlm.router.workers.encoders import Vectors
 from batonlm.router.workers.fleet import Fleet
 from batonlm.router.workers.tokenizers import EncodedPrompt
+from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import OFF, Tracer, now
 
 COALESCE_ABOVE_CORES = 0.6
@@ -161,6 +164,8 @@ class EventStream(AsyncIterator[Event]):
             self._on_first_token()
         return True
 
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -503,6 +508,17 @@ class Pipeline:
         self._metrics.ended(error, tenant)
         if not (isinstance(error, Refusal) or is_clients_fault(error, context.request)):
             self._metrics.judged(tenant, error, times, logs)
+            if context.alias and model:
+                first_token_s = times.first_token_s if error is None and num_tokens else None
+                self._judge_alias(context, model, Outcome(error is not None, first_token_s))
+
+    def _judge_alias(self, context: RequestContext, model: str, outcome: Outcome) -> None:
+        """Takes back a change of a name's weights where the request's model does badly."""
+        why = self._preparation.step_back.ended(context.alias, model, outcome)
+        if why:
+            about = named(context.request_id, context.stages.trace.context.trace_id)
+            text = "%s goes back to its former weights on this router: %s"
+            log.error(text, context.alias, why, extra=about)
 
     def _release_one(self) -> None:
         self._num_requests -= 1

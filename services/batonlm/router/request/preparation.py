@@ -40,6 +40,7 @@ from batonlm.core.request.request import (
 from batonlm.core.request.request_state import RequestState
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.routing import models_of
+from batonlm.core.routing.step_back import StepBack
 from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.router.request.admission import RequestContext, RouterServices
 from batonlm.router.request.runner import RequestRunner
@@ -106,6 +107,7 @@ class Preparation:
     ) -> None:
         self._services = services
         self._aliases = aliases
+        self.step_back = StepBack()
         self.held = HeldRequests(max(1, services.config.max_requests // HELD_SHARE))
         config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
@@ -355,6 +357,7 @@ class Preparation:
             name = config.model[0]
         alias, key = aliases.get(name), b""
         if alias is not None:
+            alias = self.step_back.now(name, alias)
             context.alias, key = name, conversation(context.request)
         loop = asyncio.get_running_loop()
         give_up, waits = loop.time() + config.wait_timeout_s, False
