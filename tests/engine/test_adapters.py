@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,21 @@ def test_more_adapters_than_memory_has_room_for_take_turns(
     assert [tight.load_adapter(path).digest for path in paths] == digests
     assert answers(tight, digests, prompts) == wanted
     assert answers(tight, digests[:2] * 3, prompts) == answers(roomy, digests[:2] * 3, prompts)
+
+
+def test_adapters_are_loaded_beside_steps(saved: SaveModel, tmp_path: Path) -> None:
+    runner = opened(saved("llama"))
+    first = runner.load_adapter(save_adapter("llama", tmp_path / "first")).digest
+    others = [save_adapter("llama", tmp_path / str(i), seed=i, rank=i) for i in range(2, 10)]
+    prompts = random_prompts(LENGTHS, VOCAB)
+    wanted = answers(runner, [first, ""] * 3, prompts)
+    with ThreadPoolExecutor(4) as threads:
+        loading = [threads.submit(runner.load_adapter, path) for path in others * 2]
+        while not all(one.done() for one in loading):
+            assert answers(runner, [first, ""] * 3, prompts) == wanted
+    digests = [one.result(0).digest for one in loading]
+    assert digests[:8] == digests[8:] and len(set(digests)) == 8
+    assert answers(runner, [first, ""] * 3, prompts) == wanted
 
 
 def test_memory_for_adapters_is_bounded(saved: SaveModel, tmp_path: Path) -> None:

@@ -55,30 +55,42 @@ class Place(NamedTuple):
     outputs: int
 
 
-class Addition(NamedTuple):
-    """What an adapter adds to some outputs of a layer."""
+class Up(NamedTuple):
+    """Makes what is added to some outputs of a layer."""
 
     first: int
-    end: int
+    outputs: int
+    product: Bound
+
+
+class Addition(NamedTuple):
+    """What an adapter adds to a layer, of which it may adapt several parts."""
+
     down: Bound
-    up: Bound
+    """Of all parts, one behind the other: they have the same inputs."""
+    ranks: list[int]
+    """Of each part."""
+    ups: tuple[Up, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyAdapter:
     """An adapter that steps can compute with."""
 
-    additions: tuple[tuple[Addition, ...], ...]
-    """Of each layer with a hook."""
+    additions: tuple[Addition | None, ...]
+    """To each layer with a hook."""
     num_bytes: int
 
 
-class Segment(NamedTuple):
-    """Rows of a step, side by side, with one adapter."""
+class Segments(NamedTuple):
+    """A step's rows, cut where the adapter changes."""
 
-    start: int
-    end: int
-    adapter: ReadyAdapter
+    sizes: list[int]
+    """Rows of each segment, side by side."""
+    adapters: tuple[ReadyAdapter | None, ...]
+
+
+_NONE = Segments([], ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +126,7 @@ class Adapters:
         self._layers, self._places = find_places(network, run)
         for index, layer in enumerate(self._layers):
             layer.register_forward_hook(self._adds(index))
-        self._segments: tuple[Segment, ...] = ()
+        self._segments = _NONE
         self._lock = threading.Lock()
         """Over what follows, for moments only."""
         self._loaded: dict[str, LoadedAdapter] = {}
@@ -180,7 +192,7 @@ class Adapters:
             try:
                 found.append(compute(replace(plan, chunks=tuple(part))))
             finally:
-                self._segments = ()
+                self._segments = _NONE
         logits = found[0] if len(found) == 1 else torch.cat(found)
         if order == sorted(order):
             return logits
@@ -199,14 +211,13 @@ class Adapters:
             part.append(chunk)
         yield part
 
-    def _cut(self, chunks: Sequence[Chunk]) -> tuple[Segment, ...]:
+    def _cut(self, chunks: Sequence[Chunk]) -> Segments:
         wanted = {chunk.adapter for chunk in chunks} - {""}
-        segments, row = [], 0
+        sizes, adapters = [], []
         for digest, group in groupby(chunks, lambda chunk: chunk.adapter):
-            start, row = row, row + sum(len(chunk.token_ids) for chunk in group)
-            if digest:
-                segments.append(Segment(start, row, self._take(digest, wanted)))
-        return tuple(segments)
+            sizes.append(sum(len(chunk.token_ids) for chunk in group))
+            adapters.append(self._take(digest, wanted) if digest else None)
+        return Segments(sizes, tuple(adapters))
 
     def _take(self, digest: str, wanted: set[str]) -> ReadyAdapter:
         """Has an adapter ready; others than the wanted ones make room."""
@@ -258,28 +269,46 @@ class Adapters:
 
     def _bind(self, files: AdapterFiles) -> ReadyAdapter:
         """Raises NotExact."""
-        additions: list[list[Addition]] = [[] for _ in self._layers]
-        num_bytes = 0
+        parts: list[list[tuple[Place, torch.Tensor, torch.Tensor]]] = [[] for _ in self._layers]
         for name, matrices in files.layers.items():
             place = self._places[name]
-            pair = [each.to(self._device, self._dtype) for each in _scaled(matrices)]
-            num_bytes += sum(each.nbytes for each in pair)
-            down, up = (self._chooser.bind(each, None) for each in pair)
-            end = place.first + place.outputs
-            additions[place.layer].append(Addition(place.first, end, down, up))
-        return ReadyAdapter(tuple(map(tuple, additions)), num_bytes)
+            down, up = (each.to(self._device, self._dtype) for each in _scaled(matrices))
+            parts[place.layer].append((place, down, up))
+        additions: list[Addition | None] = []
+        num_bytes = 0
+        for own in parts:
+            own.sort(key=lambda part: part[0].first)
+            num_bytes += sum(down.nbytes + up.nbytes for _, down, up in own)
+            additions.append(self._addition(own) if own else None)
+        return ReadyAdapter(tuple(additions), num_bytes)
+
+    def _addition(self, parts: list[tuple[Place, torch.Tensor, torch.Tensor]]) -> Addition:
+        bind = self._chooser.bind
+        ups = (Up(place.first, place.outputs, bind(up, None)) for place, _, up in parts)
+        down = torch.cat([down for _, down, _ in parts])
+        return Addition(bind(down, None), [len(down) for _, down, _ in parts], tuple(ups))
 
     def _adds(self, index: int) -> Callable[..., None]:
         """A hook that adds to a layer's output."""
 
         def add(_layer: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> None:
-            if not self._segments:
+            sizes, adapters = self._segments
+            if not sizes:
                 return
+            # What is behind the step's rows is padding.
             rows = given[0].reshape(-1, given[0].shape[-1])
-            whole = output.view(-1, output.shape[-1])
-            for start, end, adapter in self._segments:
-                for first, last, down, up in adapter.additions[index]:
-                    whole[start:end, first:last].add_(up(down(rows[start:end])))
+            sizes = [*sizes, len(rows) - sum(sizes)]
+            whole = torch.split(output.view(len(rows), -1), sizes)
+            for adapter, x, y in zip(adapters, torch.split(rows, sizes), whole, strict=False):
+                addition = None if adapter is None else adapter.additions[index]
+                if addition is None:
+                    continue
+                inner = addition.down(x)
+                ups = addition.ups
+                # In the form in which products were proven.
+                each = [part.contiguous() for part in torch.split(inner, addition.ranks, 1)]
+                for (first, outputs, up), part in zip(ups, each, strict=True):
+                    y.narrow(1, first, outputs).add_(up(part))
 
         return add
 
