@@ -20,6 +20,7 @@ OF_NO_REQUEST = {
     "detokenizer/__main__.py": "the process",
     "engine/linear.py": "the model, while it loads",
     "engine/loader.py": "the model, while it loads",
+    "engine/adapters/store.py": "an adapter, while it loads",
     "engine/ranks/machines.py": "a whole group of ranks",
     "engine/ranks/rank.py": "a whole step",
     "engine/ranks/runner.py": "a whole step",
