@@ -199,7 +199,7 @@ class _Encoder:
     has_chat_template = False
 
     def encode(self, asked: Sequence[Asked]) -> list[Encoded]:
-        prompts = [prompt for prompt, _ in asked]
+        prompts = [each.prompt for each in asked]
         return [
             Encoded(array("i", prompt.token_ids), b"")
             for prompt in prompts

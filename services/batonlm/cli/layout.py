@@ -63,6 +63,10 @@ class UpOptions:
     tokenizer: int = 1
     detokenizer: int = 1
     routers: int = 1
+    adapters: tuple[str, ...] = ()
+    """The workers' option, NAME=FOLDER each, of the only model."""
+    adapters_folder: str = ""
+    """The workers' option."""
     embed_model: tuple[str, ...] = ()
     """Models of encode workers, one worker each."""
     router_flags: tuple[str, ...] = ()
@@ -240,6 +244,11 @@ def served_models(options: UpOptions) -> list[ServedModel]:
             "names one model: give several their names by --model NAME=FOLDER",
             field="served_model_name",
         )
+    if len(texts) > 1 and options.adapters:
+        raise InvalidArgument(
+            "are of one model: serve one, or load them later by /v1/load_lora_adapter",
+            field="adapter",
+        )
     if len(texts) > 1 and options.vllm_engine:
         raise InvalidArgument("its protocol names no model: serve one", field="vllm_engine")
     found: list[ServedModel] = []
@@ -350,6 +359,25 @@ def _served(model: ServedModel) -> tuple[str, ...]:
     return ("--model", str(model.folder), "--model-name", model.name)
 
 
+def _adapter_flags(options: UpOptions) -> list[str]:
+    """Raises InvalidArgument (`adapter`)."""
+    flags, given = [], []
+    for text in options.adapters:
+        name, equals, folder = text.partition("=")
+        path = Path(folder).expanduser().resolve()
+        if not (name and equals and folder and path.is_dir()) or "," in text:
+            raise InvalidArgument(f"{text!r} is not NAME=FOLDER, without a comma", field="adapter")
+        given.append(f"{name}={path}")
+    if given:
+        flags += ["--adapters", ",".join(given)]
+    if options.adapters_folder:
+        shared = Path(options.adapters_folder).expanduser().resolve()
+        if not shared.is_dir():
+            raise InvalidArgument(f"there is no folder {shared}", field="adapters_folder")
+        flags += ["--adapters-folder", str(shared)]
+    return flags
+
+
 def _engine_flags(model: ServedModel, numbers: _Numbers, threads: int) -> tuple[str, ...]:
     options, precision = model.options, numbers.precision
     return (
@@ -362,6 +390,7 @@ def _engine_flags(model: ServedModel, numbers: _Numbers, threads: int) -> tuple[
         *("--pipeline-parallel", str(options.pipeline_parallel)),
         *numbers.memory,
         *(("--max-model-len", str(options.max_model_len)) if options.max_model_len else ()),
+        *_adapter_flags(options),
         *options.engine_flags,
     )
 

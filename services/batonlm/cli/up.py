@@ -181,6 +181,14 @@ def add_parser(subparsers: Any) -> None:
         "--embed-model", nargs="+", default=(), metavar="MODEL",
         help="folders or hub ids of models for /v1/embeddings and /v1/rerank, a process each",
     )  # fmt: skip
+    parser.add_argument(
+        "--adapter", dest="adapters", nargs="+", action="extend", default=[],
+        metavar="NAME=FOLDER", help="LoRA adapters of the model, which requests name as a model",
+    )  # fmt: skip
+    parser.add_argument(
+        "--adapters-folder", default="", metavar="FOLDER",
+        help="folder below which adapters may be loaded while it runs, see docs/adapters.md",
+    )  # fmt: skip
     for name in _COUNTS:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(defaults, name), metavar="N",
@@ -312,7 +320,7 @@ def _options(args: argparse.Namespace) -> UpOptions:
     values: dict[str, Any] = {name: getattr(args, name) for name in names}
     values["model"], *more = args.model or [""]
     values["more_models"] = tuple(more)
-    for name in ("served_model_name", "cors_origin", "embed_model"):
+    for name in ("served_model_name", "cors_origin", "embed_model", "adapters"):
         values[name] = tuple(values[name])
     return UpOptions(**values)
 

@@ -21,6 +21,7 @@ from batonlm.router.api.access import (
     exposure_warnings,
 )
 from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.adapters import RouterAdaptersServicer
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.app import HttpApp, playground_routes, with_cors
@@ -80,7 +81,10 @@ async def serve(config: RouterConfig) -> int:
     aliases = AliasFile(config) if config.aliases else None
     now = aliases.now if aliases is not None else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage, now)
-    services = [InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service()]
+    services = [
+        InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service(),
+        RouterAdaptersServicer(pipeline).service(),
+    ]
     if config.vllm_engine:
         services.append(engine_service(pipeline, fleet, config))
     server = ProcessServer(
@@ -125,6 +129,7 @@ async def serve(config: RouterConfig) -> int:
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
                 asyncio.create_task(Migrator(fleet, metrics).run()),
+                asyncio.create_task(pipeline.adapter_manager.keep()),
                 asyncio.create_task(authenticator.run()),
                 *([asyncio.create_task(aliases.run())] if aliases is not None else []),
                 asyncio.create_task(replicas.run()),

@@ -21,6 +21,7 @@ from google.protobuf.message import Message as ProtoMessage
 from batonlm.core.errors import BatonError, InvalidArgument, Reason, from_reason
 from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from batonlm.core.request.model import (
+    AdapterDescription,
     AnswerFormat,
     KvLayout,
     ModelDescription,
@@ -157,6 +158,10 @@ def model_from_proto(message: pb.ModelDescription) -> ModelDescription:
     answers = parsed(AnswerFormat, message.answer_format, markers=markers)
     task = _TASKS.get(message.task, ModelTask.GENERATE)
     return parsed(ModelDescription, message, answer_format=answers, task=task)
+
+
+def adapter_from_proto(message: pb.AdapterDescription) -> AdapterDescription:
+    return parsed(AdapterDescription, message)
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:

@@ -184,6 +184,7 @@ SWAP_BLOCKS = Spec(
 )
 BUFFERS = Spec("baton_slots", "Staging buffers for KV chunks.", ("ring", "state"))
 ATTEMPTS_HERE = Spec("baton_attempts", "Attempts on this worker, whatever they wait for.")
+ADAPTERS = Spec("baton_adapters", "LoRA adapters that requests may name on this worker.")
 SEQUENCES = Spec("baton_sequences", "Sequences on this worker.", ("state",))
 STREAMS = Spec("baton_streams", "Shared streams that are open.", ("kind",))
 WAITING_TOKENS = Spec("baton_waiting_tokens", "Prompt tokens that wait to be computed.")

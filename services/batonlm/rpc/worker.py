@@ -1,9 +1,9 @@
 """Serves `baton.v1.Worker`, and converts its messages.
 
-A watcher receives the worker's description, then a snapshot of its prefix cache if it has one, then
-changes of cache and load: at most every 50 ms, and the load at least every 500 ms as a heartbeat.
-Nothing is queued: a slow watcher receives the newest load, and the cache's changes from its last
-position or a new snapshot.
+A watcher receives the worker's description, then its adapters and a snapshot of its prefix cache if
+it has them, then changes of these and of the load: at most every 50 ms, and the load at least every
+500 ms as a heartbeat. Nothing is queued: a slow watcher receives the newest load, and the cache's
+changes from its last position or a new snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from batonlm.core.errors import InvalidArgument, Overloaded
 from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, CacheReader
 from batonlm.core.kvcache.prefix import HASH_BYTES
 from batonlm.core.routing.load import (
+    NO_ADAPTERS,
     UNMEASURED,
+    AdapterList,
     TenantUse,
     WorkerDescription,
     WorkerLoad,
@@ -27,6 +29,7 @@ from batonlm.core.routing.load import (
     WorkerState,
 )
 from batonlm.rpc.convert import (
+    adapter_from_proto,
     filled,
     identity_from_proto,
     identity_to_proto,
@@ -37,8 +40,8 @@ from batonlm.rpc.convert import (
     parsed,
 )
 from batonlm.rpc.server import Service
+from batonlm.v1 import types_pb2, worker_pb2_grpc
 from batonlm.v1 import worker_pb2 as pb
-from batonlm.v1 import worker_pb2_grpc
 
 SERVICE = "baton.v1.Worker"
 HEARTBEAT_S = 0.5
@@ -50,10 +53,11 @@ UseThrough = Callable[[str], tuple[TenantUse, ...]]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Streams description, cache changes and load to each watcher.
+    """Streams description, adapters, cache changes and load to each watcher.
 
-    describe, load and use are called on the event loop, and the cache is read there; load up to 20
-    times a second per watcher. cache: None for a worker without one. use: None sends no tenants.
+    describe, load, use and adapters are called on the event loop, and the cache is read there; load
+    up to 20 times a second per watcher. cache: None for a worker without one. use: None sends no
+    tenants.
     """
 
     def __init__(
@@ -62,7 +66,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         load: Callable[[], WorkerLoad],
         cache: CacheLog | None,
         use: UseThrough | None = None,
+        adapters: Callable[[], AdapterList] = lambda: NO_ADAPTERS,
     ) -> None:
+        self._adapters = adapters
         self._use = use
         self._describe = describe
         self._load = load
@@ -82,7 +88,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             clock = asyncio.get_running_loop().time
             reader = CacheReader(self._cache) if self._cache is not None else None
             sent, sent_at = None, 0.0
+            sent_adapters = NO_ADAPTERS
             while True:
+                adapters = self._adapters()
+                if adapters.version != sent_adapters.version:
+                    sent_adapters = adapters
+                    yield pb.WatchResponse(adapters=adapters_to_proto(adapters))
                 for batch in reader.read() if reader is not None else ():
                     yield pb.WatchResponse(cache=cache_to_proto(batch))
                 load = self._load()
@@ -102,9 +113,10 @@ def worker_service(
     load: Callable[[], WorkerLoad],
     cache: CacheLog | None = None,
     use: UseThrough | None = None,
+    adapters: Callable[[], AdapterList] = lambda: NO_ADAPTERS,
 ) -> Service:
     """The Worker service, for a ProcessServer. See WorkerServicer for the arguments."""
-    servicer = WorkerServicer(describe, load, cache, use)
+    servicer = WorkerServicer(describe, load, cache, use, adapters)
     return Service(
         SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     )
@@ -130,6 +142,15 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
         model=model_from_proto(message.model) if message.HasField("model") else None,
         layout=layout_from_proto(message.layout, "description.layout") if has_layout else None,
     )
+
+
+def adapters_to_proto(held: AdapterList) -> types_pb2.AdapterList:
+    adapters = [filled(types_pb2.AdapterDescription, each) for each in held.adapters]
+    return types_pb2.AdapterList(version=held.version, adapters=adapters)
+
+
+def adapters_from_proto(message: types_pb2.AdapterList) -> AdapterList:
+    return AdapterList(message.version, tuple(map(adapter_from_proto, message.adapters)))
 
 
 def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:

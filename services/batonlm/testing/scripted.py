@@ -21,10 +21,22 @@ from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, Change
 from batonlm.core.kvcache.prefix import HASH_BYTES, prefix_hashes
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
-from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.request.model import (
+    AdapterDescription,
+    KvLayout,
+    ModelDescription,
+    WorkerIdentity,
+)
 from batonlm.core.request.prompt_logprobs import packed
 from batonlm.core.request.request import FinishReason
-from batonlm.core.routing.load import UNMEASURED, WorkerDescription, WorkerLoad, WorkerState
+from batonlm.core.routing.load import (
+    NO_ADAPTERS,
+    UNMEASURED,
+    AdapterList,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerState,
+)
 from batonlm.rpc.convert import (
     attempt_from_proto,
     choice_tokens_to_proto,
@@ -114,6 +126,8 @@ class ScriptedWorker:
         self.speed = UNMEASURED
         self.refusals: list[BatonError] = []
         """Errors with which the next pieces of work fail, in order."""
+        self.adapters = NO_ADAPTERS
+        """Its LoRA adapters; its tokens are the same with all of them."""
         self._changes: deque[Change] = deque()
         self.cache = LossyLog(self._changes)
         self.identity = WorkerIdentity(self.role, new_instance_id(), "")
@@ -122,7 +136,12 @@ class ScriptedWorker:
     async def start(self, listen: str = "127.0.0.1:0") -> str:
         server = ProcessServer(
             listen=listen,
-            services=[self.service(), worker_service(self.describe, self.load, self.cache)],
+            services=[
+                self.service(),
+                worker_service(
+                    self.describe, self.load, self.cache, adapters=lambda: self.adapters
+                ),
+            ],
             reflection=False,
         )
         address = await server.start()
@@ -162,9 +181,14 @@ class ScriptedWorker:
             speed=self.speed,
         )
 
-    def hold(self, token_ids: Sequence[int]) -> None:
-        """Adds the prefix hashes of a prompt to its cache."""
-        joined = prefix_hashes(token_ids, b"", self.model.tokenizer_digest)
+    def change_adapters(self, *adapters: AdapterDescription) -> None:
+        """They are all that it has from now on."""
+        self.adapters = AdapterList(self.adapters.version + 1, adapters)
+
+    def hold(self, token_ids: Sequence[int], adapter: str = "") -> None:
+        """Adds the prefix hashes of a prompt to its cache. adapter: the digest of the one that
+        computed it."""
+        joined = prefix_hashes(token_ids, b"", self.model.tokenizer_digest, adapter)
         for start in range(0, len(joined), HASH_BYTES):
             self._changes.append((joined[start : start + HASH_BYTES], True))
 
@@ -254,7 +278,7 @@ class ScriptedTokenizer(ScriptedWorker, tokenizer_pb2_grpc.TokenizerServicer):
         if any(token >= language.VOCAB for token in ids):
             error = InvalidArgument("a token id is too large", field="prompt")
             return tokenizer_pb2.EncodeOutput(error=error_to_proto(error))
-        hashes = prefix_hashes(ids, entry.cache_salt, self.model.tokenizer_digest)
+        hashes = prefix_hashes(ids, entry.cache_salt, self.model.tokenizer_digest, entry.adapter)
         return tokenizer_pb2.EncodeOutput(
             token_ids=token_ids_to_bytes(ids),
             prefix_hashes=hashes,

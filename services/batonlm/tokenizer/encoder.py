@@ -407,6 +407,8 @@ class Asked(NamedTuple):
     prompt: Prompt
     cache_salt: bytes
     """The tenant's."""
+    adapter: str = ""
+    """The digest of the LoRA adapter that computes it; "": none does."""
 
 
 @dataclass(slots=True)
@@ -482,7 +484,7 @@ class Encoder:
 
         Texts that bypass the cache go to the library together, which is faster than one by one.
         """
-        works = [self._begin(prompt, salt) for prompt, salt in asked]
+        works = [self._begin(each.prompt, each.cache_salt) for each in asked]
         for add_special_tokens in (False, True):
             self._encode_together(
                 [
@@ -494,7 +496,10 @@ class Encoder:
                 ],
                 add_special_tokens,
             )
-        return [self._end(work) if isinstance(work, _Work) else work for work in works]
+        return [
+            self._end(work, each.adapter) if isinstance(work, _Work) else work
+            for work, each in zip(works, asked, strict=True)
+        ]
 
     def _begin(self, prompt: Prompt, salt: bytes) -> _Work | BatonError:
         try:
@@ -543,12 +548,12 @@ class Encoder:
         for work, token_ids in zip(works, found, strict=True):
             work.token_ids = token_ids
 
-    def _end(self, work: _Work) -> Encoded | BatonError:
+    def _end(self, work: _Work, adapter: str) -> Encoded | BatonError:
         if work.error is not None:
             return work.error
         if not work.token_ids:
             return wrong(work.field, "must have at least one token")
-        hashes = prefix_hashes(work.token_ids, work.cache_salt, self._namespace)
+        hashes = prefix_hashes(work.token_ids, work.cache_salt, self._namespace, adapter)
         return Encoded(work.token_ids, hashes, work.reasoning_open)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -169,6 +169,8 @@ def _work_off(jobs: Sequence[_Job]) -> Sequence[Any]:
 
 
 MAX_SALT_BYTES = 1024
+MAX_ADAPTER_LETTERS = 128
+"""Of an adapter's digest."""
 
 
 class EncodeJob:
@@ -216,7 +218,9 @@ def _asked(item: pb.EncodeInput) -> Asked | BatonError:
     try:
         if len(item.cache_salt) > MAX_SALT_BYTES:
             raise wrong("cache_salt", f"must have at most {MAX_SALT_BYTES} bytes")
-        return Asked(_prompt(item), item.cache_salt)
+        if len(item.adapter) > MAX_ADAPTER_LETTERS:
+            raise wrong("adapter", f"must have at most {MAX_ADAPTER_LETTERS} letters")
+        return Asked(_prompt(item), item.cache_salt, item.adapter)
     except BatonError as error:
         return error
 

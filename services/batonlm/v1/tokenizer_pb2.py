@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/tokenizer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"6\n\rEncodeRequest\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.EncodeInput\"\xcb\x01\n\x0b\x45ncodeInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\"\n\x07grammar\x18\x06 \x01(\x0b\x32\x11.baton.v1.Grammar\x12\x1a\n\x12with_token_strings\x18\x07 \x01(\x08\x42\x07\n\x05input\"\xd2\x01\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x17\n\x0ftemplate_kwargs\x18\x05 \x01(\t\x12\x10\n\x08template\x18\x06 \x01(\t\x12\x18\n\x10needed_variables\x18\x07 \x03(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"9\n\x0e\x45ncodeResponse\x12\'\n\x07outputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.EncodeOutput\"\x87\x01\n\x0c\x45ncodeOutput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x1e\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x15\n\rtoken_strings\x18\x04 \x03(\t\x12\x16\n\x0ereasoning_open\x18\x05 \x01(\x08\"6\n\rDecodeRequest\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeInput\"=\n\x0b\x44\x65\x63odeInput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"9\n\x0e\x44\x65\x63odeResponse\x12\'\n\x07outputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.DecodeOutput\"<\n\x0c\x44\x65\x63odeOutput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Error\"\x11\n\x0f\x44\x65scribeRequest\"\x96\x01\n\x10\x44\x65scribeResponse\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x32\xc8\x01\n\tTokenizer\x12;\n\x06\x45ncode\x12\x17.baton.v1.EncodeRequest\x1a\x18.baton.v1.EncodeResponse\x12;\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/tokenizer.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"6\n\rEncodeRequest\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.EncodeInput\"\xdc\x01\n\x0b\x45ncodeInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x13\n\ttoken_ids\x18\x03 \x01(\x0cH\x00\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08\x12\x12\n\ncache_salt\x18\x05 \x01(\x0c\x12\"\n\x07grammar\x18\x06 \x01(\x0b\x32\x11.baton.v1.Grammar\x12\x1a\n\x12with_token_strings\x18\x07 \x01(\x08\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\tB\x07\n\x05input\"\xd2\x01\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x17\n\x0ftemplate_kwargs\x18\x05 \x01(\t\x12\x10\n\x08template\x18\x06 \x01(\t\x12\x18\n\x10needed_variables\x18\x07 \x03(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"9\n\x0e\x45ncodeResponse\x12\'\n\x07outputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.EncodeOutput\"\x87\x01\n\x0c\x45ncodeOutput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x15\n\rprefix_hashes\x18\x02 \x01(\x0c\x12\x1e\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Error\x12\x15\n\rtoken_strings\x18\x04 \x03(\t\x12\x16\n\x0ereasoning_open\x18\x05 \x01(\x08\"6\n\rDecodeRequest\x12%\n\x06inputs\x18\x01 \x03(\x0b\x32\x15.baton.v1.DecodeInput\"=\n\x0b\x44\x65\x63odeInput\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"9\n\x0e\x44\x65\x63odeResponse\x12\'\n\x07outputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.DecodeOutput\"<\n\x0c\x44\x65\x63odeOutput\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1e\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Error\"\x11\n\x0f\x44\x65scribeRequest\"\x96\x01\n\x10\x44\x65scribeResponse\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x32\xc8\x01\n\tTokenizer\x12;\n\x06\x45ncode\x12\x17.baton.v1.EncodeRequest\x1a\x18.baton.v1.EncodeResponse\x12;\n\x06\x44\x65\x63ode\x12\x17.baton.v1.DecodeRequest\x1a\x18.baton.v1.DecodeResponse\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,27 +35,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENCODEREQUEST']._serialized_start=60
   _globals['_ENCODEREQUEST']._serialized_end=114
   _globals['_ENCODEINPUT']._serialized_start=117
-  _globals['_ENCODEINPUT']._serialized_end=320
-  _globals['_CHAT']._serialized_start=323
-  _globals['_CHAT']._serialized_end=533
-  _globals['_CHATMESSAGE']._serialized_start=536
-  _globals['_CHATMESSAGE']._serialized_end=675
-  _globals['_ENCODERESPONSE']._serialized_start=677
-  _globals['_ENCODERESPONSE']._serialized_end=734
-  _globals['_ENCODEOUTPUT']._serialized_start=737
-  _globals['_ENCODEOUTPUT']._serialized_end=872
-  _globals['_DECODEREQUEST']._serialized_start=874
-  _globals['_DECODEREQUEST']._serialized_end=928
-  _globals['_DECODEINPUT']._serialized_start=930
-  _globals['_DECODEINPUT']._serialized_end=991
-  _globals['_DECODERESPONSE']._serialized_start=993
-  _globals['_DECODERESPONSE']._serialized_end=1050
-  _globals['_DECODEOUTPUT']._serialized_start=1052
-  _globals['_DECODEOUTPUT']._serialized_end=1112
-  _globals['_DESCRIBEREQUEST']._serialized_start=1114
-  _globals['_DESCRIBEREQUEST']._serialized_end=1131
-  _globals['_DESCRIBERESPONSE']._serialized_start=1134
-  _globals['_DESCRIBERESPONSE']._serialized_end=1284
-  _globals['_TOKENIZER']._serialized_start=1287
-  _globals['_TOKENIZER']._serialized_end=1487
+  _globals['_ENCODEINPUT']._serialized_end=337
+  _globals['_CHAT']._serialized_start=340
+  _globals['_CHAT']._serialized_end=550
+  _globals['_CHATMESSAGE']._serialized_start=553
+  _globals['_CHATMESSAGE']._serialized_end=692
+  _globals['_ENCODERESPONSE']._serialized_start=694
+  _globals['_ENCODERESPONSE']._serialized_end=751
+  _globals['_ENCODEOUTPUT']._serialized_start=754
+  _globals['_ENCODEOUTPUT']._serialized_end=889
+  _globals['_DECODEREQUEST']._serialized_start=891
+  _globals['_DECODEREQUEST']._serialized_end=945
+  _globals['_DECODEINPUT']._serialized_start=947
+  _globals['_DECODEINPUT']._serialized_end=1008
+  _globals['_DECODERESPONSE']._serialized_start=1010
+  _globals['_DECODERESPONSE']._serialized_end=1067
+  _globals['_DECODEOUTPUT']._serialized_start=1069
+  _globals['_DECODEOUTPUT']._serialized_end=1129
+  _globals['_DESCRIBEREQUEST']._serialized_start=1131
+  _globals['_DESCRIBEREQUEST']._serialized_end=1148
+  _globals['_DESCRIBERESPONSE']._serialized_start=1151
+  _globals['_DESCRIBERESPONSE']._serialized_end=1301
+  _globals['_TOKENIZER']._serialized_start=1304
+  _globals['_TOKENIZER']._serialized_end=1504
 # @@protoc_insertion_point(module_scope)

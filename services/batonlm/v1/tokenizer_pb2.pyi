@@ -56,6 +56,7 @@ class EncodeInput(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     WITH_TOKEN_STRINGS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Plain text."""
     token_ids: _builtins.bytes
@@ -66,6 +67,8 @@ class EncodeInput(_message.Message):
     """Tenant part of the prefix-hash key."""
     with_token_strings: _builtins.bool
     """Also tell each token's name in the vocabulary."""
+    adapter: _builtins.str
+    """Adapter part of the prefix-hash key: its digest, or empty."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A conversation, rendered with the model's chat template."""
@@ -84,10 +87,11 @@ class EncodeInput(_message.Message):
         cache_salt: _builtins.bytes = ...,
         grammar: _types_pb2.Grammar | None = ...,
         with_token_strings: _builtins.bool = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "grammar", b"grammar", "input", b"input", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "text", b"text", "token_ids", b"token_ids", "with_token_strings", b"with_token_strings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "grammar", b"grammar", "input", b"input", "text", b"text", "token_ids", b"token_ids", "with_token_strings", b"with_token_strings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

@@ -607,6 +607,7 @@ class ModelDescription(_message.Message):
     ANSWER_FORMAT_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     VECTOR_SIZE_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     digest: _builtins.str
@@ -621,6 +622,8 @@ class ModelDescription(_message.Message):
     """What it makes of an input; unset: text."""
     vector_size: _builtins.int
     """Numbers of each vector that it makes."""
+    parent: _builtins.str
+    """Name of the model that it adapts; empty: it is no adapter. Only routers tell, of what they list."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end an answer."""
@@ -641,14 +644,81 @@ class ModelDescription(_message.Message):
         answer_format: Global___AnswerFormat | None = ...,
         task: Global___ModelTask.ValueType = ...,
         vector_size: _builtins.int = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "task", b"task", "tokenizer_digest", b"tokenizer_digest", "vector_size", b"vector_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_format", b"answer_format", "digest", b"digest", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "task", b"task", "tokenizer_digest", b"tokenizer_digest", "vector_size", b"vector_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
+
+@_typing.final
+class AdapterDescription(_message.Message):
+    """A LoRA adapter of a model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The name that requests give as their model."""
+    digest: _builtins.str
+    """Digest over its files, hex."""
+    rank: _builtins.int
+    """The largest rank of its matrices."""
+    num_bytes: _builtins.int
+    """Memory that it takes while it is ready to compute."""
+    path: _builtins.str
+    """Its folder, relative to the workers' adapters_folder; empty where it is not below that."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "num_bytes", b"num_bytes", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterDescription: _TypeAlias = AdapterDescription  # noqa: Y015
+
+@_typing.final
+class AdapterList(_message.Message):
+    """The adapters that a worker computes with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Grows with every change of the list."""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterDescription]:
+        """One entry a name."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___AdapterDescription] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterList: _TypeAlias = AdapterList  # noqa: Y015
 
 @_typing.final
 class AnswerFormat(_message.Message):
@@ -783,6 +853,7 @@ class Attempt(_message.Message):
     WEIGHT_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -805,6 +876,8 @@ class Attempt(_message.Message):
     """The tenant's share of a busy worker, relative to other tenants'; 0 means 1."""
     prompt_logprobs: _builtins.int
     """How many alternatives to tell with the log-probability of each prompt token; absent: tell none."""
+    adapter: _builtins.str
+    """Digest of the LoRA adapter to compute with; empty: the model alone."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choices that run, all from the same input."""
@@ -839,10 +912,11 @@ class Attempt(_message.Message):
         weight: _builtins.float = ...,
         grammar: Global___Grammar | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -85,6 +85,7 @@ class WatchResponse(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> Global___WorkerDescription:
         """First message of the stream."""
@@ -97,18 +98,23 @@ class WatchResponse(_message.Message):
     def cache(self) -> Global___CacheEvents:
         """Prefix-cache contents and changes."""
 
+    @_builtins.property
+    def adapters(self) -> _types_pb2.AdapterList:
+        """Its LoRA adapters, behind the description and whenever they change; never sent: it has none."""
+
     def __init__(
         self,
         *,
         description: Global___WorkerDescription | None = ...,
         load: Global___WorkerLoad | None = ...,
         cache: Global___CacheEvents | None = ...,
+        adapters: _types_pb2.AdapterList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "load", "cache"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "load", "cache", "adapters"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

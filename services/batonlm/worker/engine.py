@@ -45,6 +45,8 @@ OpenRunner = Callable[[WorkerOptions, Loading], ModelRunner]
 
 _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
+    "adapter_memory_bytes": "adapter_memory_mib",
+    "adapter_host_bytes": "adapter_host_mib",
     "swap_host_bytes": "swap_host_mib",
     "swap_disk_bytes": "swap_disk_mib",
     "max_batch": "max_running",
@@ -123,6 +125,8 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         block_size=options.block_size,
         kv_memory_bytes=options.kv_memory_mib * MIB,
         memory_share=options.memory_share,
+        adapter_memory_bytes=options.adapter_mib * MIB,
+        adapter_host_bytes=options.adapter_host_mib * MIB,
         max_model_len=options.max_model_len,
         max_batch=options.max_running,
         # A decode step carries a token of every running sequence beside the prompts' tokens.

@@ -16,6 +16,8 @@ MAX_WAITING = 1024
 """Most prompts that wait: bounds a queue of tiny ones, where the tokens that may wait do not."""
 
 
+ADAPTER_MIB = 256
+
 LEADER_VARIABLE = "LWS_LEADER_ADDRESS"
 """Of a LeaderWorkerSet: the same in all pods of a group, another one in each group. Groups of other
 machines differ by their tokens."""
@@ -132,6 +134,28 @@ class WorkerOptions(ServingOptions):
         "and KV may take together; 0: by device",
         minimum=0.0, maximum=1.0,
     )  # fmt: skip
+    adapters: tuple[str, ...] = option(
+        (), "LoRA adapters to load at start, each as name=folder; clients name them as a model"
+    )
+    adapters_folder: str = option(
+        "", "folder below which adapters may be loaded at run time; empty: none may", unit="folder"
+    )
+    adapter_memory_mib: int = option(
+        0,
+        "memory for adapters that are ready to compute; 0: 256 where adapters or adapters_folder "
+        "are given, and else none",
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 20,
+    )
+    adapter_host_mib: int = option(
+        0,
+        "host memory for all adapters that are loaded, as they are stored; 0: as much as "
+        "adapter_memory_mib",
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 20,
+    )
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
     kv_network: str = option(
         "auto",
@@ -166,6 +190,10 @@ class WorkerOptions(ServingOptions):
         """Raises InvalidArgument for machines that cannot share out the stages or find each
         other."""
         ServingOptions.__post_init__(self)
+        for text in self.adapters:
+            name, equals, folder = text.partition("=")
+            if not (name and equals and folder):
+                raise InvalidArgument(f"{text[:80]!r} must be name=folder", field="adapters")
         if self.machines == 1:
             if self.ray_address:
                 raise InvalidArgument("needs machines above 1", field="ray_address")
@@ -184,6 +212,12 @@ class WorkerOptions(ServingOptions):
             )
         if self.ranks_token or not self.ray_address:
             check_token(self.ranks_token)
+
+    @property
+    def adapter_mib(self) -> int:
+        """Memory for adapters that are ready to compute, in MiB."""
+        given = bool(self.adapters or self.adapters_folder)
+        return self.adapter_memory_mib or ADAPTER_MIB * given
 
     @property
     def queue_limit(self) -> QueueLimit:

@@ -48,6 +48,7 @@ from batonlm.transfer.stats import HandoverStats
 from batonlm.transfer.transports import Staging
 from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
+from batonlm.worker.adapters import AdaptersServicer, WorkerAdapters
 from batonlm.worker.engine import OpenRunner, engine_loop, open_book, open_runner
 from batonlm.worker.hardware import Settled, settled
 from batonlm.worker.options import WorkerOptions
@@ -185,6 +186,8 @@ async def _run_settled(
         freeze_garbage()
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
+        adapters = WorkerAdapters(engine, runner, options.adapters_folder)
+        await adapters.load_given(options.adapters)
         probes.startup.enter("ring")
         identity = WorkerIdentity(role, instance_id, address)
         stats = HandoverStats()
@@ -209,6 +212,7 @@ async def _run_settled(
             export_handovers("sender", given)
         report.export()
         report.export_aliases(runner.model.name, runner.block_size)
+        metrics.gauge(metrics.ADAPTERS, lambda: {(): len(adapters.held.adapters)})
         description = describe(
             runner, identity, staging.names, options.max_running, options.standby
         )
@@ -220,7 +224,14 @@ async def _run_settled(
                     "baton.v1.Handover",
                     lambda server: add_HandoverServicer_to_server(sender, server),
                 ),
-                worker_service(lambda: description, report.worker_load, cache, service.use_through),
+                worker_service(
+                    lambda: description,
+                    report.worker_load,
+                    cache,
+                    service.use_through,
+                    lambda: adapters.held,
+                ),
+                AdaptersServicer(adapters).service(),
             ],
             probes=probes,
             certificates=certificates,

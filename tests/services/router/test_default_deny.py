@@ -21,6 +21,7 @@ from batonlm.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import Unauthenticated
 from batonlm.router.api.grpc.access import KeyInterceptor
+from batonlm.router.api.grpc.adapters import RouterAdaptersServicer
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.app import HttpApp
@@ -33,8 +34,8 @@ from batonlm.router.workers.fleet import Fleet
 from batonlm.rpc.channels import open_channel
 from batonlm.rpc.errors import from_rpc_error
 from batonlm.rpc.server import ProcessServer
+from batonlm.v1 import adapters_pb2, adapters_pb2_grpc, inference_pb2_grpc
 from batonlm.v1 import inference_pb2 as pb
-from batonlm.v1 import inference_pb2_grpc
 from tests.services.router_http.scripted import Scripted, grpc_server, http_app
 
 OPEN_ROUTES = {
@@ -90,7 +91,7 @@ async def serving(*, token: str = "") -> AsyncIterator[Router]:
     engine = engine_service(pipeline, cast(Fleet, None), RouterConfig(vllm_engine=True))
     server = ProcessServer(
         listen="127.0.0.1:0",
-        services=[servicer.service(), engine],
+        services=[servicer.service(), engine, RouterAdaptersServicer(pipeline).service()],
         public=True,
         interceptors=[KeyInterceptor(authenticator)],
     )
@@ -203,6 +204,27 @@ async def test_the_tenant_of_the_key_is_the_requests_on_both_faces(
         assert over_grpc.cache_salt == tenant.salted(b"")
     assert router.key not in caplog.text
     assert router.key.removeprefix("baton-") not in caplog.text
+
+
+async def test_adapters_are_changed_by_operators_only() -> None:
+    async with serving() as router:
+        body = {"lora_name": "a", "lora_path": "a"}
+        for path in ("load_lora_adapter", "unload_lora_adapter"):
+            for prefix in ("", "/v1"):
+                answer = await router.http.post(
+                    f"{prefix}/{path}", json=body, headers=router.headers
+                )
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "operator_key_required"
+        stub: Any = adapters_pb2_grpc.AdaptersStub(router.channel)
+        calls = (
+            (stub.LoadAdapter, adapters_pb2.LoadAdapterRequest(name="a", path="a")),
+            (stub.UnloadAdapter, adapters_pb2.UnloadAdapterRequest(name="a")),
+        )
+        for call, message in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(message, metadata=router.metadata, timeout=120)
+            assert isinstance(from_rpc_error(caught.value), Unauthenticated)
 
 
 async def test_no_web_page_calls_a_router_without_keys_over_grpc() -> None:

@@ -40,6 +40,7 @@ class Sink:
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
     migrated_out: list[tuple[int, bytes, int | None]] = field(default_factory=list)
+    adapter: str = ""
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)

@@ -24,7 +24,7 @@ from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, ContextLengthExceeded, ModelNotFound, NotFound
 from batonlm.core.observe.request_record import RequestRecord
 from batonlm.core.observe.stages import StageTimes
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.request.request import (
     Accepted,
     ChatPrompt,
@@ -54,6 +54,9 @@ ANYONE = HttpAccess(OpenAuthenticator())
 MODEL = ModelDescription(
     name="org/scripted", digest="00", max_model_len=4096, vocab_size=257, eos_token_ids=(256,)
 )
+
+
+ADAPTER = AdapterDescription("org/adapter", "01", 8, 100)
 
 
 @dataclass
@@ -106,6 +109,9 @@ class Scripted:
 
     def all_models(self) -> list[ModelDescription]:
         return self.models()
+
+    def adapters(self) -> list[tuple[ModelDescription, AdapterDescription]]:
+        return [(MODEL, ADAPTER)]
 
     def ready(self) -> bool:
         return self.is_ready

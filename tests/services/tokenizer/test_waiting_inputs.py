@@ -32,7 +32,7 @@ class SlowEncoder:
         self.began: list[str] = []
 
     def encode(self, asked: Sequence[Asked]) -> list[Encoded]:
-        for prompt, _ in asked:
+        for prompt, *_ in asked:
             assert isinstance(prompt, TextPrompt)
             self.began.append(prompt.text)
         assert self.go.wait(PATIENCE_S)

@@ -43,6 +43,8 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "decoder": ("transformers", "decoder", "transformers"),
     "kv_cache_dtype": ("fp8", "kv_cache_dtype", "fp8"),
     "kv_wire_dtype": ("fp8", "kv_wire_dtype", "fp8"),
+    "adapter_memory_mib": (11, "adapter_memory_bytes", 11 * MIB),
+    "adapter_host_mib": (13, "adapter_host_bytes", 13 * MIB),
 }
 
 

@@ -36,13 +36,16 @@ def namespace(salt: bytes, digest: str, adapter: str = "") -> bytes:
     return hasher.digest()
 
 
-def prefix_hashes(token_ids: Sequence[int], salt: bytes, tokenizer_digest: str) -> bytes:
+def prefix_hashes(
+    token_ids: Sequence[int], salt: bytes, tokenizer_digest: str, adapter: str = ""
+) -> bytes:
     """One hash of HASH_BYTES per full unit of UNIT_TOKENS tokens, concatenated.
 
-    Each covers all tokens up to its unit's end. Raises OverflowError for ids beyond int32.
+    Each covers all tokens up to its unit's end. adapter: the digest of the one that computes them.
+    Raises OverflowError for ids beyond int32.
     """
     data = memoryview(token_bytes(token_ids))
-    digest = namespace(salt, tokenizer_digest)
+    digest = namespace(salt, tokenizer_digest, adapter)
     hashes = bytearray()
     for start in range(0, len(data) - _UNIT_BYTES + 1, _UNIT_BYTES):
         digest = _next_hash(digest, data[start : start + _UNIT_BYTES])

@@ -269,7 +269,6 @@ class RequestRecord:
 
     def runs_on(self, model: ModelDescription) -> None:
         """Records another model of the same name. Allowed only before the request has a token."""
-        self.model = model.name
         if self.replay is not None:
             self.replay = replace(self.replay, model=model)
 

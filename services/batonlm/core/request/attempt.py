@@ -146,6 +146,8 @@ class Attempt:
     prompt_logprobs: int | None = None
     """Number of alternatives to report with the log-probability of each prompt token; None reports
     none."""
+    adapter: str = ""
+    """The digest of the LoRA adapter to compute with; "" is the model alone."""
 
     @property
     def position(self) -> int:

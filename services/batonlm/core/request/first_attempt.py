@@ -94,10 +94,15 @@ def truncated(
 
 
 def first_attempt(
-    request: Request, request_id: str, prompt: tuple[int, ...], seed: int, stop: StopParams
+    request: Request,
+    request_id: str,
+    prompt: tuple[int, ...],
+    seed: int,
+    stop: StopParams,
+    adapter: str = "",
 ) -> Attempt:
     """Returns the attempt that runs all choices of a request from its prompt. stop: from
-    `resolve_stop`."""
+    `resolve_stop`. adapter: its digest, or "" for the model alone."""
     return Attempt(
         request_id,
         attempt=0,
@@ -111,6 +116,7 @@ def first_attempt(
         tenant=request.tenant.name,
         weight=request.tenant.weight,
         grammar=request.grammar,
+        adapter=adapter,
     )
 
 

@@ -148,6 +148,9 @@ class AdapterDescription:
     """The largest of its matrices'."""
     num_bytes: int
     """Of a worker's memory while it is ready to compute."""
+    path: str = ""
+    """Its folder, relative to the one from which workers load adapters at run time; "" where it is
+    not below that."""
 
 
 @dataclass(frozen=True, slots=True)

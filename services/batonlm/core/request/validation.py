@@ -74,6 +74,15 @@ def is_whole(value: Any) -> bool:
     return True
 
 
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@+-]{0,199}")
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises InvalidArgument (`name`). Without a colon, so that "model:adapter" has one meaning."""
+    if not _ADAPTER_NAME.fullmatch(name):
+        raise wrong("name", "must be 1 to 200 letters, digits and ._/@+-, the first no sign")
+
+
 def wrong(field: str, what: str) -> InvalidArgument:
     return InvalidArgument(f"{field} {what}", field=field)
 

@@ -6,7 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from batonlm.core.request.model import KvLayout, ModelDescription, WorkerIdentity
+from batonlm.core.request.model import (
+    AdapterDescription,
+    KvLayout,
+    ModelDescription,
+    WorkerIdentity,
+)
 
 NEAR = 512
 """Positions that each position attends to at no extra cost, because they are part of its own cost.
@@ -168,6 +173,18 @@ class WorkerDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterList:
+    """The LoRA adapters of a worker, one a name."""
+
+    version: int = 0
+    """Grows with every change of the list."""
+    adapters: tuple[AdapterDescription, ...] = ()
+
+
+NO_ADAPTERS = AdapterList()
+
+
+@dataclass(frozen=True, slots=True)
 class TenantUse:
     """What one tenant uses of a worker, through one or several routers."""
 
@@ -223,6 +240,8 @@ class WorkerSnapshot(WorkerDescription):
     """Prompt tokens to prefill of the fresh sequences."""
     fresh_positions: int = 0
     """Positions that need blocks, of the fresh sequences."""
+    adapters: frozenset[str] = frozenset()
+    """The digests of its LoRA adapters."""
 
     @property
     def num_sequences(self) -> int:

@@ -56,6 +56,8 @@ class Demand:
     model: str = ""
     model_digest: str = ""
     tokenizer_digest: str = ""
+    adapter: str = ""
+    """The digest of the LoRA adapter that its workers must have; "": none is needed."""
     failed: frozenset[str] = frozenset()
     """Instance ids that recently lost an attempt of this request."""
     busy: frozenset[str] = frozenset()
@@ -222,6 +224,7 @@ class FilterReason(Enum):
     NOT_SERVING = "not serving"
     OTHER_MODEL = "serves another model"
     OTHER_TOKENIZER = "has another tokenizer"
+    NO_ADAPTER = "does not have the adapter"
     FAILED_BEFORE = "failed this request a moment ago"
     BUSY = "is full, or refused this request as overloaded a moment ago"
     EJECTED = "its circuit breaker is open"
@@ -374,6 +377,8 @@ def _filter_reason(
         return FilterReason.OTHER_MODEL, worker.model.name
     if not _fits(demand.tokenizer_digest, worker.model.tokenizer_digest):
         return FilterReason.OTHER_TOKENIZER, worker.model.tokenizer_digest
+    if demand.adapter and demand.adapter not in worker.adapters:
+        return FilterReason.NO_ADAPTER, demand.adapter
     if receiver is not None and receiver.layout is not None:
         misfit = _misfit(worker, receiver)
         if misfit:

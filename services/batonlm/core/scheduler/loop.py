@@ -8,8 +8,9 @@ that are not known yet (`plan.PENDING`).
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 
-from batonlm.core.errors import Internal
+from batonlm.core.errors import Internal, NotFound
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan, StepResult
 from batonlm.core.scheduler.scheduler import Scheduler
@@ -25,6 +26,9 @@ class EngineLoop:
         self.runner = runner
         self.scheduler = scheduler
         self._in_flight: deque[StepPlan] = deque()
+        self._loading = 0
+        self._unloading: set[str] = set()
+        """Digests of adapters that only running sequences still use."""
 
     @property
     def in_flight(self) -> int:
@@ -38,7 +42,37 @@ class EngineLoop:
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, which must be submitted; None when nothing can run now."""
+        if self._unloading:
+            self._unload()
         return self.scheduler.plan(now)
+
+    def begin_loading(self) -> None:
+        """The caller is about to let the runner load an adapter, on a thread of its own; no memory
+        of adapters is freed until `end_loading`, because it may be what is being loaded."""
+        self._loading += 1
+
+    def end_loading(self) -> None:
+        self._loading -= 1
+
+    def add_adapter(self, digest: str) -> None:
+        """New attempts may name an adapter that the runner has loaded."""
+        self._unloading.discard(digest)
+        self.scheduler.adapters.add(digest)
+
+    def drop_adapter(self, digest: str) -> None:
+        """New attempts may not name it any more. The runner frees it before the next step of which
+        no sequence uses it."""
+        self.scheduler.adapters.discard(digest)
+        self._unloading.add(digest)
+
+    def _unload(self) -> None:
+        if self._loading:
+            return
+        for digest in [d for d in self._unloading if not self.scheduler.uses_adapter(d)]:
+            self._unloading.discard(digest)
+            # The runner may never have loaded it, when loading failed.
+            with suppress(NotFound):
+                self.runner.unload_adapter(digest)
 
     def submit(self, plan: StepPlan) -> None:
         """Starts a step. Raises Internal when there is no room."""

@@ -32,6 +32,7 @@ from batonlm.core.errors import (
     HandoverFailed,
     Internal,
     InvalidArgument,
+    Unavailable,
 )
 from batonlm.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpace
 from batonlm.core.kvcache.prefix import PrefixChain, namespace
@@ -119,6 +120,8 @@ class Scheduler:
         self.sequences = SequenceTable(pool, SwapSpace(*num_swap_blocks))
         self.live_receivers = 1
         """Decode workers that share the pool of a prefill worker. Settable."""
+        self.adapters: set[str] = set()
+        """The digests of the adapters that new attempts may name. The loop changes it."""
         self._pool = pool
         self._policy = policy
         self._model = model
@@ -147,6 +150,16 @@ class Scheduler:
     @property
     def load(self) -> Load:
         return self.sequences.load
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a sequence here, or a step in flight, is computed with it."""
+        if any(sequence.adapter == digest for sequence in self.sequences):
+            return True
+        return any(
+            sequence.adapter == digest
+            for step in self._launched
+            for sequence in (*step.rows, *(chunk.group.first for chunk in step.inputs))
+        )
 
     @property
     def speed(self) -> WorkerSpeed:
@@ -409,9 +422,10 @@ class Scheduler:
             sequences.append(
                 Sequence(self._take_id(), attempt, choice, rule, max_unconfirmed, matcher)
             )
+        salt, adapter = attempt.cache_salt, attempt.adapter
         chain = PrefixChain(
-            namespace(attempt.cache_salt, self._model.digest),
-            namespace(attempt.cache_salt, self._model.tokenizer_digest),
+            namespace(salt, self._model.digest, adapter),
+            namespace(salt, self._model.tokenizer_digest, adapter),
             self._pool.block_size,
         )
         return SequenceGroup(sequences, chain, now)
@@ -423,6 +437,9 @@ class Scheduler:
     def _open(
         self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
     ) -> SequenceGroup:
+        if attempt.adapter and attempt.adapter not in self.adapters:
+            # Another worker may have it, so this ends the attempt and not the request.
+            raise Unavailable("This worker does not have the request's adapter.")
         group = self.make_group(attempt, now, max_unconfirmed, grammar)
         if attempt.key in self.sequences:
             raise InvalidArgument("This attempt already runs here.", field="attempt")

@@ -154,6 +154,7 @@ class Sequence:
         "_own",
         "_plain_from",
         "_sampling",
+        "adapter",
         "attempt",
         "ceiling",
         "chain",
@@ -187,6 +188,7 @@ class Sequence:
         self.id = sequence_id
         """Local to the worker, names the sequence to the runner; later ones have higher ids."""
         self.attempt = attempt
+        self.adapter = attempt.adapter
         self.key = SequenceKey(attempt.request_id, choice, attempt.attempt)
         self.rule = rule
         self.max_unconfirmed = max_unconfirmed
@@ -389,7 +391,8 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
         one.num_computed_tokens = end
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
-        chunks.append(_made(Chunk, (one.id, token_ids, position, one._extents, (row,), None, "")))
+        values = (one.id, token_ids, position, one._extents, (row,), None, one.adapter)
+        chunks.append(_made(Chunk, values))
     return chunks, context
 
 
@@ -545,7 +548,15 @@ class SequenceGroup:
             scored = Scored(self.tokens[first + 1 : end + 1], self.scores.num_top)
         self.computed = end
         self.in_flight += 1
-        return Chunk(self.id, self.tokens[first:end], first, self.table.extents, rows, scored)
+        return Chunk(
+            self.id,
+            self.tokens[first:end],
+            first,
+            self.table.extents,
+            rows,
+            scored,
+            self.first.adapter,
+        )
 
     def note_scores(self, result: StepResult) -> None:
         """Keeps what a step scored of its tokens."""

@@ -110,6 +110,11 @@ class SequenceTable:
     def __contains__(self, key: AttemptKey) -> bool:
         return key in self._attempts
 
+    def __iter__(self) -> Iterator[Sequence]:
+        """The sequences that have not ended."""
+        for choices in self._attempts.values():
+            yield from choices.values()
+
     def __len__(self) -> int:
         """Attempts with a sequence that has not ended."""
         return len(self._attempts)

@@ -79,6 +79,14 @@ REQUEST_STAGE = Spec(
     ("stage",),
     buckets=BOUNDS_S,
 )
+ADAPTER_REQUESTS = Spec(
+    "baton_adapter_requests_total", "Requests of a LoRA adapter that ended.", ("adapter", "outcome")
+)
+ADAPTER_TOKENS = Spec(
+    "baton_adapter_tokens_total",
+    "Tokens of a LoRA adapter: of prompts that were let in, and of output.",
+    ("adapter", "kind"),
+)
 TENANT_REQUESTS = Spec(
     "baton_tenant_requests_total", "Requests of a tenant that ended.", ("tenant", "outcome")
 )
@@ -114,6 +122,10 @@ PREDICTIONS = Spec(
     ("prefill",),
     buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0),
 )
+
+MAX_ADAPTERS = 1024
+OTHER_ADAPTERS = "(other)"
+"""A name that no adapter can have: for those beyond MAX_ADAPTERS."""
 
 MAX_TENANTS = 256
 OTHER_TENANTS = "(other)"
@@ -170,6 +182,9 @@ class RouterMetrics:
         timings(INTER_TOKEN, lambda: {(): together([*self.between_tokens.values()])}, registry)
         self._requests = counter(REQUESTS, registry)
         self._stages = histogram(REQUEST_STAGE, registry)
+        self._adapters: set[str] = set()
+        self._adapter_requests = counter(ADAPTER_REQUESTS, registry)
+        self._adapter_tokens = counter(ADAPTER_TOKENS, registry)
         self._tenants: set[str] = set()
         self._tenant_requests = counter(TENANT_REQUESTS, registry)
         self._tenant_refusals = counter(TENANT_REFUSALS, registry)
@@ -206,6 +221,16 @@ class RouterMetrics:
         self._vllm.prompt_tokens.labels(model).inc(prompt_tokens)
         self._prompt_tokens.inc(prompt_tokens)
         self._tenant_tokens.labels(self._label(tenant), "prompt").inc(prompt_tokens)
+
+    def adapter_accepted(self, adapter: str, prompt_tokens: int) -> None:
+        """The same, of a request that runs with an adapter."""
+        self._adapter_tokens.labels(self._of_adapter(adapter), "prompt").inc(prompt_tokens)
+
+    def adapter_over(self, adapter: str, output_tokens: int, error: BaseException | None) -> None:
+        """A request that runs with an adapter ended."""
+        label = self._of_adapter(adapter)
+        self._adapter_tokens.labels(label, "output").inc(output_tokens)
+        self._adapter_requests.labels(label, outcome_of(error)).inc()
 
     def first_token(self, tenant: Tenant, seconds: float) -> None:
         """A client gets its first text, this many seconds after its request arrived."""
@@ -279,6 +304,13 @@ class RouterMetrics:
         self._gen_ai.over(request, alias or model, model, error, times, logs)
         if model:
             self._vllm.over(model, error, times, logs)
+
+    def _of_adapter(self, name: str) -> str:
+        if name not in self._adapters:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                return OTHER_ADAPTERS
+            self._adapters.add(name)
+        return name
 
     def _label(self, tenant: Tenant) -> str:
         name = tenant.name

@@ -103,6 +103,8 @@ class RequestContext:
     was_placed: bool = False
     alias: str = ""
     """The name that it asked for, where that stands for models."""
+    adapter: str = ""
+    """The name of the LoRA adapter that it runs with, once that is known."""
 
     @property
     def caller(self) -> AskedBy:

@@ -197,6 +197,8 @@ class WorkerClass(NamedTuple):
     """Prefill alone is not enough."""
     short: bool
     """Decode prefills it while prefill is busy."""
+    adapter: str = ""
+    """The digest of its LoRA adapter."""
 
 
 @dataclass(slots=True, eq=False)

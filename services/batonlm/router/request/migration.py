@@ -97,7 +97,7 @@ class Migrator:
         for sink, key, positions in _movable(sender, leaving):
             if len(leaving.moves) >= AT_ONCE:
                 return
-            receiver = self._receiver(sender, leaving, positions)
+            receiver = self._receiver(sender, leaving, positions, sink.adapter)
             if receiver is not None:
                 move = Migration(key, sender.client, receiver)
                 leaving.moves[move] = positions
@@ -107,7 +107,7 @@ class Migrator:
                 task.add_done_callback(self._tasks.discard)
 
     def _receiver(
-        self, sender: Worker[DecodeSession], leaving: _Leaving, positions: int
+        self, sender: Worker[DecodeSession], leaving: _Leaving, positions: int, adapter: str
     ) -> WorkerIdentity | None:
         sender_now = sender.snapshot
         if sender_now is None:
@@ -121,6 +121,7 @@ class Migrator:
             model=sender.model.name,
             model_digest=sender.model.digest,
             tokenizer_digest=sender.model.tokenizer_digest,
+            adapter=adapter,
             failed=frozenset(leaving.failed),
         )
         return receiver_for(demand, self._fleet.decodes.snapshots(), sender_now)

@@ -26,7 +26,7 @@ from batonlm.core.admission.tenant_budgets import Refusal
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, DeadlineExceeded, Unavailable
 from batonlm.core.observe.request_record import RequestRecord
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.request.request import Event, Request
 from batonlm.core.request.validation import validate
 from batonlm.core.routing.aliases import Alias
@@ -45,6 +45,7 @@ from batonlm.router.request.admission import (
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.request.preparation import Preparation, Prepared
 from batonlm.router.request.runner import RequestRunner
+from batonlm.router.workers.adapters import AdapterManager
 from batonlm.router.workers.encoders import Vectors
 from batonlm.router.workers.fleet import Fleet
 from batonlm.router.workers.tokenizers import EncodedPrompt
@@ -208,6 +209,7 @@ class Pipeline:
         own = config.own_aliases
         self.aliases = aliases or (lambda: own)
         self._preparation = Preparation(self.services, self.aliases)
+        self.adapter_manager = AdapterManager(fleet, config, self.aliases)
         self._num_requests = 0
         self._leaving = False
         self.draining = False
@@ -249,6 +251,10 @@ class Pipeline:
     def models(self) -> list[ModelDescription]:
         """The models that generate and can be requested now."""
         return self._preparation.models()
+
+    def adapters(self) -> list[tuple[ModelDescription, AdapterDescription]]:
+        """The LoRA adapters that can be requested now, by name, each with its model."""
+        return self._preparation.adapters()
 
     def all_models(self) -> list[ModelDescription]:
         """All models that can be requested now, for whatever task."""
@@ -504,6 +510,8 @@ class Pipeline:
         self._release_one()
         times = stages.times()
         self._metrics.spent(tenant, times, num_tokens)
+        if context.adapter:
+            self._metrics.adapter_over(context.adapter, num_tokens, error)
         self._metrics.over(context.request, model, error, times, logs, context.alias)
         self._metrics.ended(error, tenant)
         if not (isinstance(error, Refusal) or is_clients_fault(error, context.request)):

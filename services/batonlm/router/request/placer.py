@@ -90,7 +90,10 @@ class Placer:
             find=lambda full: self._find(run, full),
             over=lambda: run.over,
             kind=WorkerClass(
-                demand.model, demand.needs_decode, demand.input_tokens <= self._policy.short
+                demand.model,
+                demand.needs_decode,
+                demand.input_tokens <= self._policy.short,
+                demand.adapter,
             ),
             input_tokens=demand.input_tokens,
             choices=demand.choices,
@@ -111,16 +114,20 @@ class Placer:
     def _find(self, run: AttemptRun, full: frozenset[str]) -> Placement | Blocked:
         now = asyncio.get_running_loop().time()
         demand = self._now_demanded(run, now)
+        decodes = self._fleet.decodes.view(demand.prefix_hashes)
         decision = decide(
             replace(demand, busy=demand.busy | full),
             self._fleet.prefills.view(demand.prefix_hashes),
-            self._fleet.decodes.view(demand.prefix_hashes),
+            decodes,
             self._policy,
             now,
         )
         self._fleet.log_unpaired(decision)
         if not decision.wait:
             return self._place(run, decision)
+        if demand.adapter and not any(demand.adapter in w.adapters for w in decodes.workers):
+            # Until a worker loads it, its tenant's other requests go on.
+            return Blocked.ITSELF
         avoided = (demand.failed | demand.busy | demand.ejected | demand.quarantined) - full
         if any(candidate.identity.instance_id in avoided for candidate in decision.candidates):
             return Blocked.ITSELF

@@ -29,7 +29,7 @@ from batonlm.core.request.first_attempt import (
     scoring,
     truncated,
 )
-from batonlm.core.request.model import ModelDescription, ModelTask
+from batonlm.core.request.model import AdapterDescription, ModelDescription, ModelTask
 from batonlm.core.request.request import (
     Accepted,
     TextPrompt,
@@ -38,6 +38,7 @@ from batonlm.core.request.request import (
     VectorPrompt,
 )
 from batonlm.core.request.request_state import RequestState
+from batonlm.core.routing.adapters import adapter_for
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.routing import models_of
 from batonlm.core.routing.step_back import StepBack
@@ -118,6 +119,19 @@ class Preparation:
         """The models of which vectors or scores can be requested now."""
         return self._encoders.models()
 
+    def adapters(self) -> list[tuple[ModelDescription, AdapterDescription]]:
+        """The adapters that can be requested now, sorted by name, each with its model."""
+        fleet, held = self._services.fleet, set[str]()
+        for worker in fleet.decodes.each_snapshot():
+            held |= worker.adapters
+        found = [
+            (model, adapter)
+            for model in self.models()
+            for adapter in fleet.adapters.of(model.digest)
+            if adapter.digest in held
+        ]
+        return sorted(found, key=lambda pair: pair[1].name)
+
     def models(self) -> list[ModelDescription]:
         """The models that generate and can be requested now."""
         expected = self._services.config.model
@@ -128,7 +142,9 @@ class Preparation:
         """Raises BatonError."""
         services, stages, request = self._services, context.stages, context.request
         services.budget.started()
-        model = await self._model(context)
+        model, adapter = await self._model(context)
+        name = model.name if adapter is None else adapter.name
+        digest = "" if adapter is None else adapter.digest
         encoded = await self._tokenizers.encode(
             request.prompt,
             request.cache_salt,
@@ -136,6 +152,7 @@ class Preparation:
             context.caller,
             size=context.input_bytes,
             grammar=request.grammar,
+            adapter=digest,
             most_tokens=model.max_model_len if request.truncate_prompt_tokens is None else None,
             on_turn=context.charge.encoding,
             on_served=stages.served_by,
@@ -158,10 +175,13 @@ class Preparation:
         context.controller.settle(context, len(prompt), stop)
         seed = drawn_seed(request)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
-        first = first_attempt(request, context.request_id, prompt, seed, stop)
+        if adapter is not None:
+            context.adapter = name
+            services.metrics.adapter_accepted(name, len(prompt))
+        first = first_attempt(request, context.request_id, prompt, seed, stop, digest)
         accepted = Accepted(
             context.request_id,
-            model.name,
+            name,
             len(prompt),
             seed,
             prompt if request.return_token_ids else (),
@@ -172,7 +192,8 @@ class Preparation:
         stages.trace.accepted(accepted)
         if stages.record is not None:
             stages.record.accepted(accepted.model, len(prompt), stop)
-            if services.config.keep_replays:
+            # What a replay runs on has no adapters.
+            if services.config.keep_replays and adapter is None:
                 stages.record.replay = Replay(
                     model, packed(prompt), request.n, first.sampling, stop, request.grammar
                 )
@@ -207,7 +228,7 @@ class Preparation:
         self, context: RequestContext, on_names: Callable[[Sequence[str]], None] | None
     ) -> tuple[EncodedPrompt, ModelDescription]:
         """See `Pipeline.tokenize`. Raises BatonError."""
-        model = await self._model(context)
+        model, _ = await self._model(context)
         encoded = await self._tokenizers.encode(
             context.request.prompt,
             b"",
@@ -229,7 +250,7 @@ class Preparation:
     async def detokenize(self, context: RequestContext) -> str:
         """Returns the text of a request's TokenPrompt, including special tokens. Raises
         BatonError."""
-        model = await self._model(context)
+        model, _ = await self._model(context)
         assert isinstance(context.request.prompt, TokenPrompt)
         return await self._tokenizers.decode(
             context.request.prompt.token_ids,
@@ -349,8 +370,11 @@ class Preparation:
         finally:
             stages.over(None)
 
-    async def _model(self, context: RequestContext) -> ModelDescription:
-        """Returns the model to use; waits while there is no worker that may serve it."""
+    async def _model(
+        self, context: RequestContext
+    ) -> tuple[ModelDescription, AdapterDescription | None]:
+        """Returns the model to use, with the adapter if the request names one; waits while there is
+        no worker that may serve it."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
         aliases = self._aliases()
         if config.model and not name:
@@ -359,22 +383,35 @@ class Preparation:
         if alias is not None:
             alias = self.step_back.now(name, alias)
             context.alias, key = name, conversation(context.request)
+        base, _, adapter_name = name.rpartition(":")
+        base_alias = aliases.get(base)
         loop = asyncio.get_running_loop()
         give_up, waits = loop.time() + config.wait_timeout_s, False
         with ExitStack() as held:
             while True:
                 models = self.models()
+                served = {model.name for model in models}
                 if alias is not None:
-                    name = alias.model(key, {model.name for model in models})
-                if config.model and name not in config.model:
-                    raise model_not_found(name, [*config.model, *aliases])
+                    name = alias.model(key, served)
                 for model in models:
                     if name in ("", model.name):
                         # Looks again: of one name there may be two models, and this request gets
                         # one of them.
-                        return fleet.model_for(context.request_id, model.name) or model
-                if models and not config.model and alias is None:
-                    raise model_not_found(name, [*{model.name for model in models}, *aliases])
+                        return fleet.model_for(context.request_id, model.name) or model, None
+                if base_alias is not None:
+                    base = base_alias.model(conversation(context.request), served)
+                bases = served if not base else served & {base}
+                decodes = [w for w in fleet.decodes.snapshots() if w.model.name in bases]
+                adapter = adapter_for(context.request_id, adapter_name, decodes, fleet.adapters)
+                if adapter is not None and alias is None:
+                    return adapter
+                # An adapter that no decode worker has now may come back, and so may a model that
+                # this router was told of.
+                known = any(fleet.adapters.named(w.model.digest, adapter_name) for w in decodes)
+                told = config.model or (served if alias is None else ())
+                if told and name not in told and (alias is not None or not known):
+                    adapters = {each.name for _, each in self.adapters()}
+                    raise model_not_found(name, {*told, *aliases, *adapters})
                 left = give_up - loop.time()
                 if left <= 0 or not fleet.decodes.awaited:
                     raise fleet.decodes.absent(model=bool(models))

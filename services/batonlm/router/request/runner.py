@@ -215,6 +215,7 @@ class RequestRunner:
             model=self.model.name,
             model_digest=self.model.digest,
             tokenizer_digest=self.model.tokenizer_digest,
+            adapter=run.attempt.adapter,
             prefix_hashes=self._prefix_hashes,
             output_tokens=max(1, self.state.stop.max_tokens - run.attempt.position),
         )
@@ -442,6 +443,10 @@ class AttemptRunner:
         self._state.phase_failed(self._number, Phase.DECODE, error, choices)
         self._forget_ended()
         self._request.turn()
+
+    @property
+    def adapter(self) -> str:
+        return self._run.attempt.adapter
 
     def movable(self) -> dict[SequenceKey, int]:
         if self._run.state is not AttemptState.DECODING:

@@ -50,6 +50,10 @@ log = logging.getLogger(__name__)
 class SequenceSink(Protocol):
     """An attempt as the session sees it. No method blocks."""
 
+    @property
+    def adapter(self) -> str:
+        """The digest of its LoRA adapter, or ""."""
+
     def on_tokens(self, tokens: ChoiceTokens) -> None: ...
 
     def on_kv_complete(self, started: SequenceStarted) -> None:

@@ -21,8 +21,16 @@ from batonlm.core.handover.fit import refusal
 from batonlm.core.kvcache.cache_events import CacheBatch
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.request_state import is_fault, leaves
+from batonlm.core.routing.adapters import AdapterRegistry
 from batonlm.core.routing.failures import Breaker, Breakers
-from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSnapshot, WorkerState
+from batonlm.core.routing.load import (
+    NO_ADAPTERS,
+    AdapterList,
+    WorkerDescription,
+    WorkerLoad,
+    WorkerSnapshot,
+    WorkerState,
+)
 from batonlm.core.routing.prefix_index import NO_OVERLAP, PrefixIndex
 from batonlm.core.routing.routing import (
     Decision,
@@ -47,7 +55,12 @@ from batonlm.rpc.calls import StepLimit, cancelled_here
 from batonlm.rpc.channels import Channels
 from batonlm.rpc.convert import identity_to_proto
 from batonlm.rpc.loop import AwakeClock, Clock
-from batonlm.rpc.worker import cache_from_proto, description_from_proto, load_from_proto
+from batonlm.rpc.worker import (
+    adapters_from_proto,
+    cache_from_proto,
+    description_from_proto,
+    load_from_proto,
+)
 from batonlm.v1.worker_pb2 import WatchRequest
 from batonlm.v1.worker_pb2_grpc import WorkerStub
 
@@ -98,7 +111,12 @@ class Worker(Generic[C]):
     """Prompt tokens to prefill of the fresh sequences."""
     fresh_positions: int = 0
     """Positions that need blocks, of the fresh sequences."""
+    adapters: AdapterList = NO_ADAPTERS
+    """The newest list."""
+    _listed: bool = False
+    """Whether it has said what adapters it has, which comes before its first load."""
     _snapshot: WorkerSnapshot | None = None
+    _digests: frozenset[str] = frozenset()
     _described: dict[str, Any] = field(init=False)
     """The fields that every snapshot takes from the description."""
 
@@ -125,8 +143,22 @@ class Worker(Generic[C]):
     def report(self, load: WorkerLoad) -> None:
         """Takes a new report of its load."""
         self.load = load
+        self._listed = True
         self.fresh_sequences = self.fresh_tokens = self.fresh_positions = 0
         self._snapshot = self._look(load)
+
+    def take_adapters(self, held: AdapterList, registry: AdapterRegistry) -> None:
+        """Takes a new list of its adapters; an older one than the last is dropped."""
+        before, first = self.adapters, not self._listed
+        if held.version <= before.version:
+            return
+        self.adapters, self._listed = held, True
+        self._digests = frozenset(each.digest for each in held.adapters)
+        self._snapshot = None
+        if first:
+            registry.met(self.model.digest, held.adapters)
+        else:
+            registry.changed(self.model.digest, before.adapters, held.adapters)
 
     def place(self, sequences: int, tokens: int = 0, positions: int = 0) -> Placed:
         """Places sequences that need this many positions and this many prefilled tokens."""
@@ -172,6 +204,7 @@ class Worker(Generic[C]):
             fresh_sequences=self.fresh_sequences,
             fresh_tokens=self.fresh_tokens,
             fresh_positions=self.fresh_positions,
+            adapters=self._digests,
         )
 
 
@@ -307,6 +340,8 @@ class WorkerLink(Generic[C]):
                             await self._meet(description_from_proto(answer.description))
                         case "load":
                             self._take_load(load_from_proto(answer.load))
+                        case "adapters":
+                            self._take_adapters(adapters_from_proto(answer.adapters))
                         case "cache":
                             if not self._take_cache(cache_from_proto(answer.cache)):
                                 return True
@@ -349,6 +384,12 @@ class WorkerLink(Generic[C]):
         self.settled = True
         self._pool.context.changed.set()
 
+    def _take_adapters(self, held: AdapterList) -> None:
+        if self.worker is None:
+            raise ValueError("adapters before description")
+        self.worker.take_adapters(held, self._pool.context.adapters)
+        self._pool.context.changed.set()
+
     def _take_cache(self, batch: CacheBatch) -> bool:
         """Applies cache events. Returns False when events before the batch are missing."""
         if self.worker is None:
@@ -383,6 +424,7 @@ class FleetContext:
     """Measures the silence of workers."""
     changed: Broadcast = field(default_factory=Broadcast)
     """Set whenever a snapshot of a worker may differ."""
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
 
 
 class Pool(Generic[C]):
@@ -559,6 +601,9 @@ class Fleet:
         context = FleetContext(discovery, channels, router, awake)
         self.changed = changed = context.changed
         """Set when any worker changed."""
+        self.adapters = context.adapters
+        """The adapters that workers should have."""
+        self._channels = channels
         self.tokenizers = Pool(
             "tokenizer", context, lambda channel, worker: TokenizerClient(channel)
         )
@@ -612,6 +657,19 @@ class Fleet:
     def replacement_model(self, model: ModelDescription) -> ModelDescription:
         """Returns the model, or one that can replace it for a request without tokens."""
         return replacement_model(model, self.decodes.each_snapshot())
+
+    def take_adapters(self, worker: Worker[Any], held: AdapterList) -> None:
+        """Takes a list of a worker's adapters that came in its answer to a call."""
+        worker.take_adapters(held, self.adapters)
+        self.changed.set()
+
+    def channel(self, worker: Worker[Any]) -> grpc.aio.Channel:
+        """The channel over which the worker is followed."""
+        for pool in self.pools:
+            for address, link in pool.links.items():
+                if link.worker is worker:
+                    return self._channels.get(address, pool.role)
+        raise Unavailable("This worker is gone.")
 
     @property
     def ready(self) -> bool:

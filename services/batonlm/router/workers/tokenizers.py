@@ -67,14 +67,17 @@ class Tokenizers:
         *,
         size: int,
         grammar: Grammar | None = None,
+        adapter: str = "",
         most_tokens: int | None = None,
         on_turn: Callable[[], None] = lambda: None,
         on_served: Callable[[WorkerIdentity], None] = lambda _: None,
     ) -> EncodedPrompt:
-        """Encodes a prompt. size: in bytes. grammar: compiled first. most_tokens: if there are
+        """Encodes a prompt. size: in bytes. grammar: compiled first. adapter: the digest of
+        the one that will compute it. most_tokens: if there are
         more, only their number is returned, because unpacking a million would block the event loop.
         on_served: called with the tokenizer that did it."""
         item = _encode_input(prompt, cache_salt, grammar)
+        item.adapter = adapter
         digest = grammar.digest if grammar is not None else b""
         if grammar is not None and digest not in self._known_grammars:
             lane = Lane.GRAMMAR

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -151,7 +152,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def listed_models(pipeline: Pipeline) -> pb.ListModelsResponse:
-    return pb.ListModelsResponse(models=[model_to_proto(model) for model in pipeline.all_models()])
+    found = [model_to_proto(model) for model in pipeline.all_models()]
+    for model, adapter in pipeline.adapters():
+        listed = model_to_proto(replace(model, name=adapter.name, digest=adapter.digest))
+        listed.parent = model.name
+        found.append(listed)
+    return pb.ListModelsResponse(models=found)
 
 
 async def vectors(

@@ -35,11 +35,10 @@ def host_not_allowed() -> HttpError:
     )
 
 
-def operator_key_required() -> HttpError:
+def operator_key_required(why: str) -> HttpError:
     return HttpError(
         403,
-        "Metrics tell of all tenants: show an operator's key ('baton keys new --operator' makes "
-        "one).",
+        f"{why}: show an operator's key ('baton keys new --operator' makes one).",
         code="operator_key_required",
     )
 
@@ -88,7 +87,7 @@ class HttpAccess:
             counter(UNAUTHENTICATED).labels("http").inc()
             raise
         if path == METRICS and not tenant.sees_others:
-            raise operator_key_required()
+            raise operator_key_required("Metrics tell of all tenants")
         return tenant
 
 

@@ -28,6 +28,7 @@ from batonlm.core.errors import (
 )
 from batonlm.core.request.model import ModelDescription, ModelTask
 from batonlm.router.api.http.access import HttpAccess, is_known
+from batonlm.router.api.http.adapters import AdapterRoute, load_adapter, unload_adapter
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
 from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
@@ -39,9 +40,11 @@ from batonlm.router.api.http.responses import HttpError, Json, encode, json_resp
 from batonlm.router.api.http.schema import (
     DetokenizeBody,
     EmbedBody,
+    LoadAdapterBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 from batonlm.router.api.http.tokenizing import Tokenizing
 from batonlm.router.api.http.vectors import (
@@ -108,6 +111,10 @@ class HttpApp:
             "/embeddings": VectorRoute(pipeline, bodies, EmbedBody, embed_inputs, write_embeddings),
             "/rerank": VectorRoute(pipeline, bodies, RerankBody, rerank_inputs, write_ranking),
             "/score": VectorRoute(pipeline, bodies, ScoreBody, score_inputs, write_scores),
+            "/load_lora_adapter": AdapterRoute(pipeline, bodies, LoadAdapterBody, load_adapter),
+            "/unload_lora_adapter": AdapterRoute(
+                pipeline, bodies, UnloadAdapterBody, unload_adapter
+            ),
         }
         gets = {
             "/models": self._list_models,
@@ -198,6 +205,8 @@ class HttpApp:
         """Returns the models by each of their names."""
         models = self._pipeline.all_models()
         found = {model.name: self._model(model.name, model) for model in models}
+        for model, adapter in self._pipeline.adapters():
+            found[adapter.name] = self._model(adapter.name, model) | {"parent": model.name}
         return found | {
             alias: self._model(alias, model)
             for alias, stands_for in self._pipeline.aliases().items()

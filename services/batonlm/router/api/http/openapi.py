@@ -18,9 +18,11 @@ from batonlm.router.api.http.schema import (
     CompletionBody,
     DetokenizeBody,
     EmbedBody,
+    LoadAdapterBody,
     RerankBody,
     ScoreBody,
     TokenizeBody,
+    UnloadAdapterBody,
 )
 
 _ERRORS = {
@@ -142,6 +144,12 @@ def _paths() -> Json:
             "rerank", "Documents by how well each answers a query", RerankBody, answers.Ranking
         ),
         "/score": _post("score", "How well texts answer queries", ScoreBody, answers.Scores),
+        "/v1/load_lora_adapter": _operators(
+            "loadAdapter", "Load a LoRA adapter on all workers", LoadAdapterBody
+        ),
+        "/v1/unload_lora_adapter": _operators(
+            "unloadAdapter", "Unload a LoRA adapter; what runs with it goes on", UnloadAdapterBody
+        ),
         "/v1/models": _get("listModels", "The models served", _json(answers.ModelList)),
         "/v1/models/{model}": _get("showModel", "One model", _json(answers.ModelAnswer), model),
         "/requests/{id}": _get(
@@ -181,6 +189,22 @@ def _post(
             "summary": summary,
             "requestBody": {"required": True, "content": _json(body)},
             "responses": {"200": ok, **_errors(_ERRORS.keys() - {403})},
+        }
+    }
+
+
+def _operators(name: str, summary: str, body: type) -> Json:
+    """A POST that only operators may send, answered in words."""
+    content = {"text/plain": {"schema": _STRING}}
+    return {
+        "post": {
+            "operationId": name,
+            "summary": f"{summary}, for operators",
+            "requestBody": {"required": True, "content": _json(body)},
+            "responses": {
+                "200": {"description": "It is done.", "content": content},
+                **_errors((403, *_GET_ERRORS, 504)),
+            },
         }
     }
 

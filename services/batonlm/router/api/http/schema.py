@@ -185,6 +185,22 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     prompt: tuple[int, ...] = msgspec.field(name="tokens")
 
 
+class LoadAdapterBody(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter"""
+
+    name: str = msgspec.field(name="lora_name")
+    path: str = msgspec.field(name="lora_path")
+    replace: bool | None = msgspec.field(default=None, name="load_inplace")
+    model: str | None = None
+
+
+class UnloadAdapterBody(msgspec.Struct, kw_only=True):
+    """POST /v1/unload_lora_adapter"""
+
+    name: str = msgspec.field(name="lora_name")
+    model: str | None = None
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions"""
 

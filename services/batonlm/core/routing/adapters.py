@@ -1,0 +1,116 @@
+"""AdapterRegistry: which LoRA adapters the workers of each model should have, as a router sees it.
+
+Workers say what they have. The first list of a worker that was not known before only adds: a worker
+that restarted lacks what was loaded at run time, and that is not the operator's wish. What a known
+worker's list gains or loses was loaded or unloaded there by an operator, through this router or
+another one, and holds for all workers of the model. So routers need no store, and agree as soon as
+they see the same workers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from random import Random
+from typing import NamedTuple
+
+from batonlm.core.request.model import AdapterDescription, ModelDescription
+from batonlm.core.routing.load import WorkerSnapshot, WorkerState
+
+MAX_UNLOADED = 4096
+"""Unloaded adapters that are remembered."""
+
+
+class _Key(NamedTuple):
+    """One adapter of one model under one name."""
+
+    model_digest: str
+    name: str
+    digest: str
+
+
+class AdapterRegistry:
+    """Pure; its caller reports every list of every prefill and decode worker."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, dict[str, AdapterDescription]] = {}
+        """By the model's digest, then by name."""
+        self._unloaded: OrderedDict[_Key, None] = OrderedDict()
+
+    def met(self, model_digest: str, adapters: Iterable[AdapterDescription]) -> None:
+        """The first list of a worker."""
+        wanted = self._wanted.setdefault(model_digest, {})
+        for adapter in adapters:
+            if _Key(model_digest, adapter.name, adapter.digest) not in self._unloaded:
+                wanted.setdefault(adapter.name, adapter)
+
+    def changed(
+        self,
+        model_digest: str,
+        before: Sequence[AdapterDescription],
+        after: Sequence[AdapterDescription],
+    ) -> None:
+        """A later list of a worker, and the one before it."""
+        wanted = self._wanted.setdefault(model_digest, {})
+        old = {_Key(model_digest, each.name, each.digest): each for each in before}
+        new = {_Key(model_digest, each.name, each.digest): each for each in after}
+        for key in new.keys() - old.keys():
+            wanted[key.name] = new[key]
+            self._unloaded.pop(key, None)
+        for key in old.keys() - new.keys():
+            known = wanted.get(key.name)
+            if known is not None and known.digest == key.digest:
+                del wanted[key.name]
+            self._unloaded[key] = None
+            if len(self._unloaded) > MAX_UNLOADED:
+                self._unloaded.popitem(last=False)
+
+    def named(self, model_digest: str, name: str) -> AdapterDescription | None:
+        return self._wanted.get(model_digest, {}).get(name)
+
+    def of(self, model_digest: str) -> Iterator[AdapterDescription]:
+        """Yields the adapters of a model."""
+        yield from self._wanted.get(model_digest, {}).values()
+
+    def missing(
+        self, model_digest: str, held: Iterable[AdapterDescription]
+    ) -> list[AdapterDescription]:
+        """Returns what a worker with this list lacks and can load: what lies in the folder that
+        workers share."""
+        here = {(each.name, each.digest) for each in held}
+        return [
+            adapter
+            for adapter in self.of(model_digest)
+            if adapter.path and (adapter.name, adapter.digest) not in here
+        ]
+
+    def unwanted(
+        self, model_digest: str, held: Iterable[AdapterDescription]
+    ) -> list[AdapterDescription]:
+        """Returns what a worker has that was unloaded elsewhere while it could not be reached."""
+        return [
+            adapter
+            for adapter in held
+            if _Key(model_digest, adapter.name, adapter.digest) in self._unloaded
+        ]
+
+
+def adapter_for(
+    request_id: str, name: str, decodes: Sequence[WorkerSnapshot], registry: AdapterRegistry
+) -> tuple[ModelDescription, AdapterDescription] | None:
+    """Returns the adapter of this name that a new request runs with, and its model; None while no
+    decode worker has it.
+
+    During the rollout of a new version of the model there may be two models with such an adapter;
+    each is picked in proportion to its workers.
+    """
+    found = []
+    for worker in decodes:
+        adapter = registry.named(worker.model.digest, name)
+        if adapter is not None and adapter.digest in worker.adapters:
+            found.append((worker.model, adapter, worker.load.state is WorkerState.SERVING))
+    serving = [each for each in found if each[2]] or found
+    if not serving:
+        return None
+    model, adapter, _ = Random(request_id).choice(serving)
+    return model, adapter
