@@ -159,7 +159,7 @@ class AdapterManager:
         return list(await asyncio.gather(*map(one, workers)))
 
     async def _load(self, worker: Worker[Any], wanted: pb.LoadAdapterRequest) -> AdapterDescription:
-        stub: Any = AdaptersStub(self._channel(worker))
+        stub: Any = AdaptersStub(self._fleet.channel(worker))
         answer = await stub.LoadAdapter(wanted, timeout=CALL_TIMEOUT_S)
         # The worker's own report comes a moment later, when the operator's next request may be
         # here already.
@@ -167,12 +167,9 @@ class AdapterManager:
         return adapter_from_proto(answer.adapter)
 
     async def _unload(self, worker: Worker[Any], wanted: pb.UnloadAdapterRequest) -> None:
-        stub: Any = AdaptersStub(self._channel(worker))
+        stub: Any = AdaptersStub(self._fleet.channel(worker))
         answer = await stub.UnloadAdapter(wanted, timeout=CALL_TIMEOUT_S)
         self._fleet.take_adapters(worker, adapters_from_proto(answer.held))
-
-    def _channel(self, worker: Worker[Any]) -> grpc.aio.Channel:
-        return self._fleet.channel(worker)
 
     def _base(self, name: str) -> ModelDescription:
         """Returns the model that an adapter is for. Raises InvalidArgument when there are several
