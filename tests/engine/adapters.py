@@ -27,6 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "gpt_oss": ATTENTION,
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "falcon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
 }
 """Of architectures whose layers have other names than ALL, or adapters for some of them only."""
 

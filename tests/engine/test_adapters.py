@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from batonlm.core.errors import Internal, InvalidArgument, NotFound, Overloaded
+from batonlm.core.kvcache.block_pool import blocks_for
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
@@ -48,9 +49,9 @@ def answers(
     runner: TorchRunner, adapters: Sequence[str], prompts: list[list[int]], *, chunk: int = 10_000
 ) -> list[list[int]]:
     """All prompts at once, each with the adapter of its index."""
-    return generate(
-        runner, prompts, scattered(len(prompts), BLOCKS), NEW, chunk=chunk, adapters=adapters
-    )
+    blocks = BLOCKS + blocks_for(runner.layout.state_positions, runner.block_size)
+    tables = scattered(len(prompts), blocks)
+    return generate(runner, prompts, tables, NEW, chunk=chunk, adapters=adapters)
 
 
 def check(arch: str, folder: Path, place: Path, **settings: Any) -> TorchRunner:
@@ -83,6 +84,7 @@ def check(arch: str, folder: Path, place: Path, **settings: Any) -> TorchRunner:
         ),
         pytest.param("stablelm", {}, marks=pytest.mark.deep),
         pytest.param("falcon", {}, marks=pytest.mark.deep),
+        pytest.param("qwen3_next", {}, marks=pytest.mark.deep),
     ],
 )
 def test_every_sequence_gets_its_own_adapter(

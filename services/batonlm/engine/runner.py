@@ -346,7 +346,9 @@ class TorchRunner:
 
     def _take_adapters(self, config: EngineConfig, loaded: LoadedModel, text: list[int]) -> None:
         """Has layers add what adapters do. text: a prompt for finding these layers."""
-        table: Extents = ((0, checked_blocks(self.model.max_model_len, self.block_size)),)
+        states = self.layout.state_positions
+        blocks = checked_blocks(self.model.max_model_len, self.block_size, states)
+        table: Extents = ((0, blocks),)
         row = SampleRow(0, 0, 0, SamplingParams(temperature=0.0))
         self._adapters = Adapters(
             self._network,
