@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from batonlm.core.errors import ModelNotFound
+from batonlm.core.errors import ModelNotFound, NotFound
 from batonlm.core.kvcache.prefix import prefix_hashes
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.request import TextPrompt
@@ -95,6 +95,21 @@ async def test_it_waits_for_a_decode_worker_that_comes_back_without_it(world: Wo
     check(await finish(stream, answer))
     check(await waiting)
     await again.kill()
+
+
+async def test_a_request_fails_at_once_whose_adapter_was_unloaded_before_its_retry(
+    world: World,
+) -> None:
+    await start(world)
+    stream, answer = await begin(world, replace(REQUEST, model="org/legal"), 3)
+    for pool in (world.prefills, world.decodes):
+        pool[0].change_adapters(FRENCH)
+    await until(lambda: listed(world) == [(NAME, "french")])
+    await world.decodes[0].kill()
+    with pytest.raises(NotFound, match="unloaded"):
+        await finish(stream, answer)
+    await stream.aclose()
+    check(await world.ask(replace(REQUEST, model="french")))
 
 
 async def test_what_a_worker_drops_is_not_offered_any_more(world: World) -> None:

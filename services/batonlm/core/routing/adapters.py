@@ -72,6 +72,10 @@ class AdapterRegistry:
         """Yields the adapters of a model."""
         yield from self._wanted.get(model_digest, {}).values()
 
+    def wants(self, digest: str) -> bool:
+        """Whether any model has an adapter with this digest."""
+        return any(each.digest == digest for d in self._wanted for each in self.of(d))
+
     def missing(
         self, model_digest: str, held: Iterable[AdapterDescription]
     ) -> list[AdapterDescription]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batonlm.core.admission.fair_queue import Entry
-from batonlm.core.errors import BatonError, Reason
+from batonlm.core.errors import BatonError, NotFound, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request_state import AttemptRun
 from batonlm.core.routing.routing import Decision, Demand, FilterReason, decide
@@ -61,8 +61,8 @@ class Placer:
     async def find(self, run: AttemptRun) -> Placement | None:
         """Returns workers for the attempt, which the caller releases, or None when it is over.
 
-        Raises Refusal when there will be no place in time, Unavailable or Overloaded when there was
-        none for wait_timeout_s.
+        Raises Refusal when there will be no place in time, NotFound for an adapter that no worker
+        has any more, Unavailable or Overloaded when there was none for wait_timeout_s.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._services.config.wait_timeout_s
@@ -73,6 +73,9 @@ class Placer:
                     self._on_placed()
                 return found
             now = loop.time()
+            adapter = run.attempt.adapter
+            if found is Blocked.ITSELF and adapter and not self._fleet.has_adapter(adapter):
+                raise NotFound("The adapter of this request was unloaded.", field="model")
             if now >= give_up:
                 raise self._fleet.decodes.absent(model=True)
             # Breakers and quarantine have no known end.

@@ -663,6 +663,11 @@ class Fleet:
         worker.take_adapters(held, self.adapters)
         self.changed.set()
 
+    def has_adapter(self, digest: str) -> bool:
+        """Whether a decode worker has this adapter, or may get it back."""
+        held = any(digest in snapshot.adapters for snapshot in self.decodes.each_snapshot())
+        return held or self.adapters.wants(digest)
+
     def channel(self, worker: Worker[Any]) -> grpc.aio.Channel:
         """The channel over which the worker is followed."""
         for pool in self.pools:
