@@ -39,7 +39,7 @@ BLOCKS = 6
 POOL = 2048
 NEW_TOKENS = 8
 PREFIX = 20
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 100_000_000
 
 VOCAB = 320
 SMALL: dict[str, Any] = {
@@ -223,7 +223,13 @@ OWN: dict[str, dict[str, Any]] = {
         )
     },
     "prophetnet": {"num_encoder_layers": 4, "num_decoder_layers": 4},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("sliding_attention", "full_attention")
+        },
+    },
     "dory": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},

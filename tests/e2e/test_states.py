@@ -1,15 +1,22 @@
-"""Real processes of models that keep a state: the fake runner's, and a tiny one's."""
+"""Real processes of models that keep a state, and of the fake runner that stands for one."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from tests.e2e.relay import Relay, until_it_comes_about
+from batonlm import LLM
+from tests.e2e.relay import Relay, options, until_it_comes_about
 from tests.e2e.streams import Following, requests, undisturbed
 from tests.engine.tiny_models import save_tiny_model
+
+# The workers need the cores; torch here would spin on all of them.
+torch.set_num_threads(1)
 
 STATE = 100
 """Positions: blocks and a part of one."""
@@ -51,3 +58,69 @@ def test_streams_move_with_their_states_when_a_decode_worker_drains(
             assert relay.metric(worker, "baton_cached_tokens_total") == 0
     finally:
         relay.close()
+
+
+TORCH = {"jamba": 37, "qwen3_next": 37, "mamba2": 512}
+"""Of a prompt, positions that a step computes at most."""
+
+
+def transformers_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    out = network.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("arch", TORCH)
+def test_real_states_are_handed_over_forked_and_moved(arch: str, tmp_path: Path) -> None:
+    """Greedy tokens equal those of transformers though prompts are computed on another worker, a
+    half of them has two choices, and a worker leaves."""
+    model = save_tiny_model(arch, tmp_path / arch)
+    environment = {"BATON_STEP_TOKENS": str(TORCH[arch])}
+    asked = [
+        (list(range(60 + number, 260 + number)), options(max_tokens=160, n=1 + number % 2))
+        for number in range(12)
+    ]
+    wanted = [transformers_tokens(model, prompt, 160) for prompt, _ in asked]
+    flags = ("--model", str(model), "--decode", "2", "--transport", "nixl")
+    relay = Relay(tmp_path, *flags, "--kv-memory-mib", "8", environment=environment)
+    try:
+        relay.wait_for_all()
+
+        def they_move() -> bool:
+            streams = Following(relay, asked)
+            streams.settled()
+            moved = relay.metric(relay.router, "baton_moves_total", outcome="moved")
+            leaving = relay.busiest("decode")
+            relay.kill(leaving, signal.SIGTERM)
+            for answer, tokens in zip(streams.answers(), wanted, strict=True):
+                assert all(found == tokens for found in answer.token_ids.values())
+            relay.wait_for_all(gone=leaving["pid"])
+            return relay.metric(relay.router, "baton_moves_total", outcome="moved") > moved
+
+        until_it_comes_about(they_move, "sequences on a worker that leaves")
+        assert relay.metric(relay.router, "baton_kv_bytes_total") > 0
+    finally:
+        relay.close()
+
+
+@pytest.mark.deep
+def test_real_states_in_one_process(tmp_path: Path) -> None:
+    """Of more sequences than the pool holds."""
+    model = save_tiny_model("lfm2", tmp_path / "lfm2")
+    asked = [list(range(60 + number, 260 + number)) for number in range(12)]
+    wanted = [transformers_tokens(model, prompt, 40) for prompt in asked]
+    with LLM(str(model), kv_memory_mib=1, threads=1, step_tokens=37) as llm:
+        answers = llm.generate(asked, max_tokens=40, temperature=0.0, ignore_eos=True, n=2)
+    for answer, tokens in zip(answers, wanted, strict=True):
+        assert [list(choice.token_ids) for choice in answer.choices] == [tokens] * 2

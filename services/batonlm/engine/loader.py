@@ -661,7 +661,8 @@ def _own_shape(loaded: LoadedModel, wire_dtype: str, cache_dtype: str) -> Attent
             "behind its first chunk",
             network.config.model_type,
         )
-    heads = int(getattr(network.config.get_text_config(), "num_attention_heads", 1))
+    layers = network.config.get_text_config().per_layer_config
+    heads = max(int(getattr(layer, "num_attention_heads", 1)) for layer in layers)
     return AttentionShape(layout, dtype, dtype, heads, softcap=False, own=own)
 
 
