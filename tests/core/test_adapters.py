@@ -182,3 +182,16 @@ def test_what_lies_nowhere_that_workers_share_is_loaded_by_nobody_else() -> None
     registry.met("m", [own])
     assert registry.named("m", "a") == own
     assert registry.missing("m", []) == []
+
+
+def test_a_name_stands_for_what_workers_were_started_with_when_the_rest_is_lost() -> None:
+    registry, old, new = AdapterRegistry(), made("a", "1"), made("a", "2")
+    registry.met("m", [old])
+    registry.met("m", [new])
+    assert registry.named("m", "a") == old
+    registry.lost("m", new)
+    assert registry.named("m", "a") == new and registry.missing("m", [new]) == []
+    # What an operator unloaded stays so.
+    registry.changed("m", [new], [old])
+    registry.lost("m", new)
+    assert registry.named("m", "a") == old

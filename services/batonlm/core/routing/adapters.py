@@ -65,6 +65,12 @@ class AdapterRegistry:
             if len(self._unloaded) > MAX_UNLOADED:
                 self._unloaded.popitem(last=False)
 
+    def lost(self, model_digest: str, instead: AdapterDescription) -> None:
+        """What this name stood for is on no worker, and cannot be loaded any more: it stands for
+        what workers were started with instead, unless that was unloaded."""
+        if _Key(model_digest, instead.name, instead.digest) not in self._unloaded:
+            self._wanted.setdefault(model_digest, {})[instead.name] = instead
+
     def named(self, model_digest: str, name: str) -> AdapterDescription | None:
         return self._wanted.get(model_digest, {}).get(name)
 

@@ -9,7 +9,13 @@ from typing import Any
 
 import grpc
 
-from batonlm.core.errors import BatonError, InvalidArgument, NotFound, model_not_found
+from batonlm.core.errors import (
+    BatonError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    model_not_found,
+)
 from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.request.validation import check_adapter_name
 from batonlm.core.routing.aliases import Alias
@@ -63,7 +69,8 @@ class AdapterManager:
     ) -> AdapterDescription:
         """Loads an adapter on every prefill and decode worker of the model that can be reached.
 
-        If one of them cannot load it, it is unloaded again where it was new. Raises BatonError.
+        If one of them cannot load it, it is unloaded again where it was new, also where the call
+        failed without an answer and may yet be carried out. Raises BatonError.
         """
         check_adapter_name(name)
         wanted = pb.LoadAdapterRequest(name=name, path=path, digest=digest, replace=replace)
@@ -82,7 +89,7 @@ class AdapterManager:
                 [
                     worker
                     for worker, result in zip(workers, found, strict=True)
-                    if worker not in had and isinstance(result, AdapterDescription)
+                    if worker not in had and not isinstance(result, InvalidArgument | Overloaded)
                 ],
                 lambda worker: self._unload(worker, undo),
             )
@@ -114,6 +121,7 @@ class AdapterManager:
     async def _look(self) -> None:
         now, registry = asyncio.get_running_loop().time(), self._fleet.adapters
         seen: set[tuple[str, str, str]] = set()
+        unloadable: set[str] = set()
         self._refused = {key: end for key, end in self._refused.items() if end > now}
         for worker in self._engines():
             held, digest = worker.adapters.adapters, worker.model.digest
@@ -126,6 +134,9 @@ class AdapterManager:
                 seen.add(key)
                 if key not in self._seen or key in self._refused:
                     continue
+                if registry.named(digest, adapter.name) != adapter:
+                    # Unloaded while others were loaded here; loading it would bring it back.
+                    continue
                 wanted = pb.LoadAdapterRequest(
                     name=adapter.name, path=adapter.path, digest=adapter.digest, replace=True
                 )
@@ -133,6 +144,8 @@ class AdapterManager:
                     [worker],
                     lambda one, wanted=wanted: self._load(one, wanted),  # type: ignore[misc]
                 )
+                if isinstance(result, InvalidArgument):
+                    unloadable.add(adapter.digest)
                 if isinstance(result, BatonError) and len(self._refused) < MAX_REFUSED:
                     self._refused[key] = now + AGAIN_S
                     log.warning(
@@ -140,6 +153,24 @@ class AdapterManager:
                         worker.identity.role, worker.identity.short, adapter.name, result.message,
                     )  # fmt: skip
         self._seen = seen
+        self._give_way(unloadable)
+
+    def _give_way(self, unloadable: set[str]) -> None:
+        """Lets names stand for what decode workers were started with where none has what they
+        stood for, and none can load it: its files changed before all of them were restarted.
+
+        unloadable: digests that no files have any more.
+        """
+        registry, decodes = self._fleet.adapters, self._fleet.decodes.workers()
+        lists = [(worker.model.digest, worker.adapters.adapters) for worker in decodes]
+        held = {(digest, each.digest) for digest, adapters in lists for each in adapters}
+        for digest, adapters in lists:
+            for adapter in adapters:
+                known = registry.named(digest, adapter.name)
+                if known is None or (digest, known.digest) in held:
+                    continue
+                if not known.path or known.digest in unloadable:
+                    registry.lost(digest, adapter)
 
     async def _all(
         self,
