@@ -791,7 +791,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.ModelDescription]:
-        """One entry a model."""
+        """One entry a name by which requests find a model: also of LoRA adapters, and of aliases."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from batonlm.core.errors import Reason
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.request.request import FinishReason
+from batonlm.core.routing.aliases import Alias
 from batonlm.router.api.access import OpenAuthenticator
 from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
@@ -128,6 +129,14 @@ async def test_absent_is_not_zero(face: Face) -> None:
 async def test_models(face: Face) -> None:
     answer = await face.stub.ListModels(pb.ListModelsRequest())
     assert [(model.name, model.max_model_len) for model in answer.models] == [("made-up", 4096)]
+    face.world.aliases |= {
+        "chat": Alias((("absent", 1), ("made-up", 1))),
+        "none": Alias((("absent", 1),)),
+        "made-up": Alias((("made-up", 1), ("absent", 1))),
+    }
+    answer = await face.stub.ListModels(pb.ListModelsRequest())
+    assert [model.name for model in answer.models] == ["chat", "made-up"]
+    assert {model.digest for model in answer.models} == {language.MODEL.digest}
 
 
 @pytest.mark.parametrize(

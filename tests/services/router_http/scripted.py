@@ -39,7 +39,6 @@ from batonlm.core.request.request import (
     TokenPrompt,
 )
 from batonlm.core.request.validation import validate
-from batonlm.core.routing.aliases import Alias
 from batonlm.router.api.access import OpenAuthenticator
 from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
@@ -104,7 +103,7 @@ class Scripted:
     def models(self) -> list[ModelDescription]:
         return [MODEL]
 
-    def aliases(self) -> dict[str, Alias]:
+    def aliased(self) -> dict[str, ModelDescription]:
         return {}
 
     def all_models(self) -> list[ModelDescription]:

@@ -17,7 +17,14 @@ from batonlm.router.api.http import generation
 from batonlm.router.api.http.connections import HttpLimits
 from batonlm.router.api.http.server import HttpServer, serve_http
 from batonlm.rpc.address import PortInUse
-from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, http_app, whole_answer
+from tests.services.router_http.scripted import (
+    ADAPTER,
+    ANYONE,
+    MODEL,
+    Scripted,
+    http_app,
+    whole_answer,
+)
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -143,9 +150,14 @@ async def test_version_metrics_and_head(http: httpx.AsyncClient) -> None:
 async def test_models_on_the_wire(http: httpx.AsyncClient) -> None:
     listed = (await http.get("/v1/models")).json()
     assert listed["object"] == "list"
-    (model,) = listed["data"]
+    model, adapter = listed["data"]
     assert (model["id"], model["root"], model["parent"]) == (MODEL.name, MODEL.name, None)
     assert model["max_model_len"] == MODEL.max_model_len
+    assert (adapter["id"], adapter["root"], adapter["parent"]) == (
+        ADAPTER.name,
+        MODEL.name,
+        MODEL.name,
+    )
     assert (await http.get(f"/v1/models/{MODEL.name}")).json() == model
 
 

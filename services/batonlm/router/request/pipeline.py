@@ -256,6 +256,17 @@ class Pipeline:
         """The LoRA adapters that can be requested now, by name, each with its model."""
         return self._preparation.adapters()
 
+    def aliased(self) -> dict[str, ModelDescription]:
+        """The names that stand for models, each with the first of its models that can be requested
+        now."""
+        served = {model.name: model for model in self.models()}
+        found: dict[str, ModelDescription] = {}
+        for alias, stands_for in self.aliases().items():
+            names = [name for name in stands_for.models if name in served]
+            if names:
+                found[alias] = served[names[0]]
+        return found
+
     def all_models(self) -> list[ModelDescription]:
         """All models that can be requested now, for whatever task."""
         return self.models() + self._preparation.encode_models()

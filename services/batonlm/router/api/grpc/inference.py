@@ -152,11 +152,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def listed_models(pipeline: Pipeline) -> pb.ListModelsResponse:
-    found = [model_to_proto(model) for model in pipeline.all_models()]
+    aliased = pipeline.aliased()
+    found = [model_to_proto(model) for model in pipeline.all_models() if model.name not in aliased]
     for model, adapter in pipeline.adapters():
         listed = model_to_proto(replace(model, name=adapter.name, digest=adapter.digest))
         listed.parent = model.name
         found.append(listed)
+    found += [model_to_proto(replace(model, name=alias)) for alias, model in aliased.items()]
     return pb.ListModelsResponse(models=found)
 
 

@@ -26,7 +26,7 @@ from batonlm.core.errors import (
     Unauthenticated,
     model_not_found,
 )
-from batonlm.core.request.model import ModelDescription, ModelTask
+from batonlm.core.request.model import ModelDescription
 from batonlm.router.api.http.access import HttpAccess, is_known
 from batonlm.router.api.http.adapters import AdapterRoute, load_adapter, unload_adapter
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
@@ -203,17 +203,13 @@ class HttpApp:
 
     def _models(self) -> dict[str, Json]:
         """Returns the models by each of their names."""
-        models = self._pipeline.all_models()
-        found = {model.name: self._model(model.name, model) for model in models}
+        found = {
+            model.name: self._model(model.name, model) for model in self._pipeline.all_models()
+        }
         for model, adapter in self._pipeline.adapters():
             found[adapter.name] = self._model(adapter.name, model) | {"parent": model.name}
-        return found | {
-            alias: self._model(alias, model)
-            for alias, stands_for in self._pipeline.aliases().items()
-            for name in reversed(stands_for.models)
-            for model in models
-            if name == model.name and model.task is ModelTask.GENERATE
-        }
+        aliased = self._pipeline.aliased().items()
+        return found | {alias: self._model(alias, model) for alias, model in aliased}
 
     def _model(self, name: str, model: ModelDescription) -> Json:
         return {
