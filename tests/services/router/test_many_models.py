@@ -19,6 +19,7 @@ from batonlm.core.errors import (
     Unavailable,
     model_not_found,
 )
+from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.request import ChatPrompt, Message, Request
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.step_back import LEAST
@@ -37,6 +38,8 @@ from tests.services.router.conftest import PATIENCE_S, World, until
 from tests.services.router.disturbed import REQUEST, begin, check, finish
 
 BOTH = RouterConfig(local_prefill_tokens=0, model=("small", "large"), wait_timeout_s=PATIENCE_S)
+
+FRENCH = AdapterDescription("french", "f1", 8, 100)
 
 
 def workers_of(world: World, name: str, *, digest: str, tokenizer: str) -> None:
@@ -103,6 +106,51 @@ async def test_a_model_that_loses_its_workers_leaves_the_other_alone(world: Worl
     check(await waiting)
     assert again.starts and len(world.decodes[0].starts) == 9
     assert world.counted("baton_retries_total") <= 1
+    await until(world.nothing_left)
+
+
+async def test_adapters_of_a_model_that_is_down_wait_for_it(world: World) -> None:
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    workers_of(world, "large", digest="d2", tokenizer="t2")
+    for worker in (world.prefills[0], world.decodes[0]):
+        worker.change_adapters(FRENCH)
+    await world.run(BOTH)
+    check(await world.ask(replace(REQUEST, model="french")))
+    address = world.addresses["decode"][0]
+    await world.decodes[0].kill()
+    await until(lambda: len(world.pipeline.models()) == 1)
+    waiting = [
+        asyncio.create_task(world.ask(replace(REQUEST, model=name)))
+        for name in ("french", "small:french")
+    ]
+    # A name of an adapter alone does not say which model has to start.
+    await until(lambda: world.pipeline.held_by_model() == {"french": 1, "small": 1})
+    for name in ("large:french", "other:french", "small:spanish", "spanish"):
+        with pytest.raises(ModelNotFound):
+            await world.ask(replace(REQUEST, model=name))
+    again = ScriptedDecode(
+        world.network, model=world.decodes[0].model, layout=world.decodes[0].layout
+    )
+    again.change_adapters(FRENCH)
+    world.decodes.append(again)
+    await again.start(address)
+    for task in waiting:
+        check(await task)
+    assert {each.adapter for each in again.starts} == {"f1"}
+    await until(world.nothing_left)
+
+
+async def test_what_waits_for_a_model_ends_when_its_router_has_to(world: World) -> None:
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    await world.run(BOTH)
+    for call in (world.ask, world.pipeline.tokenize):
+        request = replace(REQUEST, model="large")
+        waiting = asyncio.create_task(call(request))
+        await until(lambda: world.pipeline.held_by_model() == {"large": 1})
+        world.pipeline.cut()
+        with pytest.raises(Unavailable, match="leaving"):
+            await waiting
+        world.pipeline.draining = False
     await until(world.nothing_left)
 
 
@@ -193,8 +241,12 @@ async def test_a_model_that_fails_loses_what_it_was_given(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = Alias((("small", 1),))
-    world.aliases["chat"] = before.changed((("small", 1), ("large", 1)))
-    await start(world, replace(BOTH, model=(), max_attempts=1))
+    alias = world.aliases["chat"] = before.changed((("small", 1), ("large", 1)))
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    workers_of(world, "large", digest="d2", tokenizer="t2")
+    for worker in (*world.prefills, *world.decodes):
+        worker.change_adapters(FRENCH)
+    await world.run(replace(BOTH, model=(), max_attempts=1))
     conversations = [n for n in range(200) if chosen(world, n) == "large"][: LEAST + 1]
     for worker in (world.prefills[1], world.decodes[1]):
         worker.refusals += [Internal("It fails.") for _ in range(LEAST)]
@@ -204,6 +256,12 @@ async def test_a_model_that_fails_loses_what_it_was_given(
     assert (await world.ask(turn(conversations[-1]))).accepted.model == "small"
     (record,) = [each for each in caplog.records if "former weights" in each.getMessage()]
     assert "chat goes back to its former weights on this router: large fails" in record.getMessage()
+    # So do its adapters.
+    french = [replace(turn(number), model="chat:french") for number in range(40)]
+    to_large = [one for one in french if alias.model(conversation(one), BOTH.model) == "large"]
+    begun = len(world.prefills[0].runs)
+    assert (await world.ask(to_large[0])).accepted.model == "french"
+    assert [each.adapter for each in world.prefills[0].runs[begun:]] == ["f1"]
     # Until the operator says something else.
     world.aliases["chat"] = before.changed((("large", 1),))
     world.prefills[1].refusals.clear()

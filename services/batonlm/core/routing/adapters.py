@@ -74,6 +74,10 @@ class AdapterRegistry:
     def named(self, model_digest: str, name: str) -> AdapterDescription | None:
         return self._wanted.get(model_digest, {}).get(name)
 
+    def knows(self, name: str) -> bool:
+        """Whether any model has an adapter of this name, also one that no worker serves now."""
+        return any(name in wanted for wanted in self._wanted.values())
+
     def of(self, model_digest: str) -> Iterator[AdapterDescription]:
         """Yields the adapters of a model."""
         yield from self._wanted.get(model_digest, {}).values()

@@ -418,7 +418,7 @@ class Pipeline:
         stages, own = StageTimer(now()), holding and holding.none()
         context = self._admit(request, stages, deadline, own, generates=False)
         try:
-            return await work(context)
+            return await self._in_time(context, work)
         except BaseException as failure:
             error = failure
             raise

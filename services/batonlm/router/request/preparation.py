@@ -385,6 +385,8 @@ class Preparation:
             context.alias, key = name, conversation(context.request)
         base, _, adapter_name = name.rpartition(":")
         base_alias = aliases.get(base)
+        if base_alias is not None:
+            base_alias = self.step_back.now(base, base_alias)
         loop = asyncio.get_running_loop()
         give_up, waits = loop.time() + config.wait_timeout_s, False
         with ExitStack() as held:
@@ -406,8 +408,11 @@ class Preparation:
                 if adapter is not None and alias is None:
                     return adapter
                 # An adapter that no decode worker has now may come back, and so may a model that
-                # this router was told of.
+                # this router was told of, with its adapters.
                 known = any(fleet.adapters.named(w.model.digest, adapter_name) for w in decodes)
+                absent = {*config.model} - served
+                if base in absent or (absent and not base):
+                    known = known or fleet.adapters.knows(adapter_name)
                 told = config.model or (served if alias is None else ())
                 if told and name not in told and (alias is not None or not known):
                     adapters = {each.name for _, each in self.adapters()}
@@ -416,6 +421,7 @@ class Preparation:
                 if left <= 0 or not fleet.decodes.awaited:
                     raise fleet.decodes.absent(model=bool(models))
                 if not waits:
-                    held.enter_context(self.held.one(name, context.request.tenant))
+                    model_name = base if base in absent else name
+                    held.enter_context(self.held.one(model_name, context.request.tenant))
                     waits = True
                 await fleet.changed.wait(left)
