@@ -100,7 +100,7 @@ def decode_loop(
 ) -> EngineLoop:
     """Over the first num_blocks of a runner's memory, with hardly any headroom."""
     scheduler = Scheduler(
-        BlockPool(num_blocks, runner.block_size),
+        BlockPool(num_blocks, runner.block_size, state_positions=runner.layout.state_positions),
         policy or SchedulerPolicy(headroom=1),
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,

@@ -10,6 +10,7 @@ import pytest
 
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.kvcache.block_pool import BlockCopy, Extents
+from batonlm.core.request.attempt import SequenceKey
 from batonlm.core.scheduler.plan import BlockSwap, Chunk, StepPlan
 from batonlm.engine import selfcheck
 from batonlm.engine.attention import own
@@ -19,6 +20,7 @@ from batonlm.engine.footprint import foresee
 from batonlm.engine.memory import plan_memory
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
+from tests.engine.modes import asked, attempt, decode_loop, run
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import STATES, VOCAB
 
@@ -89,6 +91,31 @@ def test_states_are_swapped_and_forked(arch: str, saved: Callable[[str], Path]) 
     runner.collect()
     for table in (second, third):
         assert generate(runner, prompts[:1], [table], NEW_TOKENS, start=21) == wanted[:1]
+
+
+LATER = 64
+"""Tokens behind which a sequence has grown by blocks that a tight pool lacks."""
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", ["recompute", "swap_host"])
+@pytest.mark.parametrize("arch", ["lfm2", "jamba", "qwen3_next"])
+def test_preempted_sequences_go_on_with_the_same_tokens(
+    arch: str, way: str, depth: int, saved: Callable[[str], Path]
+) -> None:
+    """There are blocks for the longest sequence and a half: what runs is preempted, and its state
+    is made again from nothing in blocks that another one left, or brought back."""
+    prompts = random_prompts((5, 33, 64, 90), VOCAB)
+    wanted = expected(arch, prompts, LATER)
+    swap = 0 if way == "recompute" else 64 << 20
+    runner = load(saved(arch), swap_host_bytes=swap)
+    whole = front_of(runner) - (-(max(map(len, prompts)) + LATER) // runner.block_size)
+    loop = decode_loop(runner, 2 * whole - whole // 2, depth=depth)
+    names = [f"r{i}" for i in range(len(prompts))]
+    heard = run(loop, [attempt(*each, LATER) for each in zip(names, prompts, strict=True)])
+    assert loop.scheduler.preemptions[way] > 0
+    assert (asked(loop)["pending"] > 0) == (depth > 1)
+    assert [heard.tokens[SequenceKey(name, 0, 0)] for name in names] == wanted
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "mamba"])
