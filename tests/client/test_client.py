@@ -21,7 +21,7 @@ from batonlm.client import (
     Retries,
     Unavailable,
 )
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 from tests.services.router_http.test_timings import TIMES
 
 ANSWER = whole_answer("<user>hello", 0)
@@ -59,7 +59,7 @@ async def test_the_blocking_client_says_the_same(address: str) -> None:
     text, events, models, choices = await asyncio.to_thread(ask)
     assert text == ANSWER
     assert "".join(event.text for event in events if isinstance(event, Delta)) == ANSWER
-    assert models == [MODEL.name]
+    assert models == [MODEL.name, ADAPTER.name]
     assert choices == (whole_answer("hello", 0), whole_answer("hello", 1))
 
 

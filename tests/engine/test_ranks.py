@@ -20,6 +20,7 @@ from batonlm.transfer.staging import HostMemory, StagingPool
 from tests.engine import test_runner_contract as contract
 from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
 from tests.engine.local_ranks import LocalRanks
+from tests.engine.machine import needs_int8
 from tests.engine.modes import attempt, decode_loop, run
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB
@@ -241,6 +242,7 @@ def test_copies_run_beside_a_step(saved: Callable[[str], Path], ranked: Open) ->
     assert runner.collect().step == 1
 
 
+@needs_int8
 def test_int8_weights_are_split(saved: Callable[[str], Path]) -> None:
     """Scales differ from one rank's, which has longer rows; exactness holds among the ranks."""
     config = EngineConfig(str(saved("llama")), num_blocks=64, threads=1, quantize="int8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.test_chat import serving
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 from tests.services.router_http.test_timings import TIMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def run(*command: str | Path, where: Path = ROOT, **environment: str) -> str:
 
 def test_python(address: str) -> None:
     said = run(sys.executable, EXAMPLES / "client.py", address)
-    assert f"models: {MODEL.name}\n{ANSWER}\n" in said
+    assert f"models: {MODEL.name}, {ADAPTER.name}\n{ANSWER}\n" in said
     assert "decode           500.00 ms" in said
     assert whole_answer("<user>What is 3 + 3?", 0)[:16] in said
     assert "options.sampling.temperature: temperature must be" in said

@@ -28,19 +28,22 @@ class RingMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.ring = StagingPool(6, 4096)
-        self.owners: dict[int, str] = {}
+        self.owners: dict[int, tuple[str, bool]] = {}
         self.num_orphaned = 0
         self.was_exhausted = False
 
-    @rule(target=held, peer=st.sampled_from(PEERS))
-    def take(self, peer: str) -> object:
-        buffer = self.ring.take(peer)
-        mine = sum(owner == peer for owner in self.owners.values())
+    @rule(target=held, peer=st.sampled_from(PEERS), landing=st.booleans())
+    def take(self, peer: str, landing: bool) -> object:
+        """The last buffer is never one to land in."""
+        buffer = self.ring.take(peer, landing=landing)
+        mine = sum(owner == (peer, landing) for owner in self.owners.values())
+        to_land_in = sum(lands for _, lands in self.owners.values())
+        full = len(self.owners) == 6 or (landing and to_land_in == 5)
+        assert (buffer is None) == (mine == 3 or full)
         if buffer is None:
-            assert mine == 3 or len(self.owners) == 6
             return multiple()
-        assert buffer.index not in self.owners and mine < 3
-        self.owners[buffer.index] = peer
+        assert buffer.index not in self.owners
+        self.owners[buffer.index] = peer, landing
         return buffer
 
     @rule(buffer=consumes(held))

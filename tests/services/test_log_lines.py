@@ -28,6 +28,7 @@ OF_NO_REQUEST = {
     "engine/quantized.py": "the model, while it loads",
     "engine/runner.py": "the model, while it loads",
     "engine/kv/swap.py": "blocks of many, below what knows sequences",
+    "router/workers/adapters.py": "an adapter, on all workers",
     "transfer/sender.py": "two workers that meet",
     "transfer/peers.py": "two workers that meet",
     "transfer/transports.py": "two workers that meet",

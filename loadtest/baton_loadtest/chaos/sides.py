@@ -154,8 +154,8 @@ class WatchedRing(StagingPool):
         self.taken = set()
         super().__init__(num_buffers, buffer_bytes, memory)
 
-    def take(self, peer: str) -> StagingBuffer | None:
-        buffer = super().take(peer)
+    def take(self, peer: str, *, landing: bool = False) -> StagingBuffer | None:
+        buffer = super().take(peer, landing=landing)
         if buffer is not None:
             self.taken.add(buffer.index)
         return buffer

@@ -241,7 +241,7 @@ class IncomingTransfer:
                 await self._reserve()
             while side.wants_credit and self._in_flight < MAX_IN_FLIGHT:
                 with self._stats.timed("buffer_wait"):
-                    buffer = await self.ring.wait(sender.instance_id)
+                    buffer = await self.ring.wait(sender.instance_id, landing=True)
                 await self._credit(buffer)
             if side.all_in:
                 side.completed()
@@ -266,7 +266,8 @@ class IncomingTransfer:
             self.side.credited()
             num_kv_chunks += 1
             more = self.side.wants_credit and self._in_flight < MAX_IN_FLIGHT
-            buffer = self.ring.take(self.request.sender.instance_id) if more else None
+            peer = self.request.sender.instance_id
+            buffer = self.ring.take(peer, landing=True) if more else None
         credit = pb.HandoverCredit(num_kv_chunks=num_kv_chunks)
         await self._stream.send(pb.CollectRequest(credit=credit))
 

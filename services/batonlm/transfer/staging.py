@@ -43,12 +43,14 @@ class StagingBuffer:
     orphaned.
     """
 
-    __slots__ = ("_ring", "_state", "index", "peer", "view")
+    __slots__ = ("_ring", "_state", "index", "landing", "peer", "view")
 
-    def __init__(self, ring: StagingPool, index: int, peer: str, view: Any) -> None:
+    def __init__(
+        self, ring: StagingPool, index: int, peer: str, view: Any, *, landing: bool
+    ) -> None:
         self._ring = ring
         self._state = follow_buffer(BufferState.FREE, BufferEvent.TAKE)
-        self.index, self.peer = index, peer
+        self.index, self.peer, self.landing = index, peer, landing
         self.view = view
         """The buffer's memory, buffer_bytes long: a KvPayload."""
 
@@ -111,8 +113,11 @@ class HostMemory:
 
 class StagingPool:
     """num_buffers buffers of buffer_bytes each, in one memory, the host's unless another is given.
-    Used on the event loop only. No peer holds more than `share` buffers, so a slow one leaves room
-    for the others.
+    Used on the event loop only. No peer holds more than `share` buffers to land in, and as many to
+    pack into, so a slow one leaves room for the others.
+
+    What lands waits for a peer to pack, so workers that hand over to one another would all wait if
+    all of their buffers were there to land in: the last free buffer is for packing only.
     """
 
     def __init__(
@@ -137,8 +142,10 @@ class StagingPool:
         self.no_orphaned = asyncio.Event()
         """Set while no buffer is orphaned."""
         self.no_orphaned.set()
-        self._held_by: Counter[str] = Counter()
-        self._waiting: deque[tuple[str, asyncio.Future[StagingBuffer]]] = deque()
+        self._held_by: Counter[tuple[str, bool]] = Counter()
+        """By peer and whether to land in."""
+        self._num_landing = 0
+        self._waiting: deque[tuple[str, bool, asyncio.Future[StagingBuffer]]] = deque()
 
     @property
     def num_free(self) -> int:
@@ -173,18 +180,22 @@ class StagingPool:
         """A buffer's memory, a KvPayload, whoever owns it."""
         return self._views[index]
 
-    def take(self, peer: str) -> StagingBuffer | None:
-        """A free buffer for work with `peer`; None without one or when the peer has its share."""
-        if not self._free or self._held_by[peer] >= self.share:
+    def take(self, peer: str, *, landing: bool = False) -> StagingBuffer | None:
+        """A free buffer for work with `peer`; None without one or when the peer has its share.
+        landing: `peer` fills it, after it has taken one of its own."""
+        if not self._free or self._held_by[peer, landing] >= self.share:
+            return None
+        if landing and self._num_landing >= self.num_buffers - 1:
             return None
         # In the host, the one that came back last: it is still in a cache. Of several devices each
         # in turn, so that all their links to the network carry some.
         several = len(self.memory.regions) > 1
         index = self._free.popleft() if several else self._free.pop()
-        self._held_by[peer] += 1
-        return StagingBuffer(self, index, peer, self._views[index])
+        self._held_by[peer, landing] += 1
+        self._num_landing += landing
+        return StagingBuffer(self, index, peer, self._views[index], landing=landing)
 
-    async def wait(self, peer: str) -> StagingBuffer:
+    async def wait(self, peer: str, *, landing: bool = False) -> StagingBuffer:
         """Waits for a buffer, in order of arrival among those whose peer is below its share.
 
         The caller bounds the wait. Raises Overloaded when too many wait already.
@@ -192,7 +203,7 @@ class StagingPool:
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded("too many hand-overs wait for a buffer")
         ready: asyncio.Future[StagingBuffer] = asyncio.get_running_loop().create_future()
-        entry = (peer, ready)
+        entry = (peer, landing, ready)
         self._waiting.append(entry)
         self._serve()
         try:
@@ -212,9 +223,11 @@ class StagingPool:
 
     def _return(self, buffer: StagingBuffer) -> None:
         self._free.append(buffer.index)
-        self._held_by[buffer.peer] -= 1
-        if not self._held_by[buffer.peer]:
-            del self._held_by[buffer.peer]
+        self._num_landing -= buffer.landing
+        holder = buffer.peer, buffer.landing
+        self._held_by[holder] -= 1
+        if not self._held_by[holder]:
+            del self._held_by[holder]
         self._serve()
 
     def _moved(self, buffer: StagingBuffer, before: BufferState, after: BufferState) -> None:
@@ -230,12 +243,12 @@ class StagingPool:
 
     def _serve(self) -> None:
         for entry in list(self._waiting):
-            peer, ready = entry
+            peer, landing, ready = entry
             if not self._free:
                 return
             if ready.done():
                 continue
-            buffer = self.take(peer)
+            buffer = self.take(peer, landing=landing)
             if buffer is not None:
                 self._waiting.remove(entry)
                 ready.set_result(buffer)

@@ -202,7 +202,7 @@ async def probe_self(
             await asyncio.to_thread(sealer.seal, header, source.view)
             # Buffers of several devices come in turn.
             for _ in ring.memory.regions:
-                landing = await ring.wait(me.instance_id)
+                landing = await ring.wait(me.instance_id, landing=True)
                 buffers.append(landing)
                 await reader.add_peer(me.instance_id, reader.metadata, ring.describe())
                 try:

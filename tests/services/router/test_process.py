@@ -90,6 +90,7 @@ def test_probes_and_scrapers_have_ports_of_their_own() -> None:
                 "": True,
                 "startup": True,
                 "baton.v1.Inference": False,
+                "baton.v1.Adapters": False,
             }
             with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=120) as answer:
                 assert b"baton_requests_open 0.0" in answer.read()
