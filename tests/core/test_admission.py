@@ -162,7 +162,11 @@ def refused(
 
 
 def waiting(
-    tokens: int, tenant: str = "free", rate: float = 100.0, queue: FairQueue[Any] | None = None
+    tokens: int,
+    tenant: str = "free",
+    rate: float = 100.0,
+    queue: FairQueue[Any] | None = None,
+    group: str = "",
 ) -> Admission:
     """With so many tokens of a tenant in a queue that drains at a rate."""
     if queue is None:
@@ -171,7 +175,7 @@ def waiting(
     drain.waiting(0.0, 1)
     for step in range(1, 21):
         drain.left(rate / 10, step / 10)
-    queue.add(Entry(None, tenant, 1.0, 0, tokens, 0.0))
+    queue.add(Entry(None, tenant, 1.0, 0, tokens, 0.0, group=group))
     return admission(queue, drain)
 
 
@@ -190,6 +194,23 @@ def test_who_would_wait_for_too_long_is_refused_and_told_to_come_later_the_longe
     assert [refusal.limit for refusal in refusals] == [Limit.WAIT, Limit.WAIT]
     first, second = (refusal.retry_after_s or 0.0 for refusal in refusals)
     assert second > 3 * first
+
+
+def test_whoever_waits_for_one_model_delays_no_request_for_another() -> None:
+    queue: FairQueue[Any] = FairQueue(max_tokens=10**6, max_entries=1000)
+    by = waiting(1000, queue=queue, group="busy")
+    outlook = FleetState(models=frozenset(("busy", "idle")))
+    by.precheck(TENANTS["free"], 0, outlook, 0.0)
+    assert refused(by, replace(ask(), model="busy"), outlook).limit is Limit.WAIT
+    # Another name may stand for either, which is known when it is settled.
+    for name in ("idle", "name", "name"):
+        grant = enter(by, replace(ask(), model=name), outlook, 100.0, 0.0)
+        grant.settle(10, 10, outlook, 100.0, 0.0, "idle")
+    with pytest.raises(Refusal):
+        grant.settle(10, 10, outlook, 100.0, 0.0, "busy")
+    queue.add(Entry(None, "free", 1.0, 0, 10, 0.0, group="idle"))
+    with pytest.raises(Refusal):
+        by.precheck(TENANTS["free"], 0, outlook, 0.0)
 
 
 @given(

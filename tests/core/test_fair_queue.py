@@ -30,12 +30,15 @@ class FairQueueMachine(RuleBasedStateMachine):
         tokens=st.integers(1, 300),
         deadline=st.one_of(st.just(math.inf), st.floats(0, 100)),
         resumed=st.booleans(),
+        group=st.sampled_from("xy"),
     )
-    def add(self, tenant: str, priority: int, tokens: int, deadline: float, resumed: bool) -> None:
+    def add(
+        self, tenant: str, priority: int, tokens: int, deadline: float, resumed: bool, group: str
+    ) -> None:
         self.now += 1.0
         if not resumed and not self.queue.has_room(tenant, tokens):
             return
-        entry = Entry(0, tenant, 1.0, priority, tokens, self.now, deadline, resumed)
+        entry = Entry(0, tenant, 1.0, priority, tokens, self.now, deadline, resumed, group)
         self.queue.add(entry)
         self.inside.append(entry)
         self.passed[entry.number] = 0
@@ -50,7 +53,11 @@ class FairQueueMachine(RuleBasedStateMachine):
         self.queue.remove(entry, served=True)
         self.inside.remove(entry)
         del self.passed[entry.number]
-        heads = {head.number for head in self.queue.heads() if head.class_ == entry.class_}
+        heads = (
+            {each[0].number for each in self.queue.classes[entry.class_].entries.values()}
+            if (entry.class_ in self.queue.classes)
+            else set()
+        )
         for number in self.passed:
             self.passed[number] = self.passed[number] + 1 if number in heads else 0
             # Costs are at most 300 and a turn is 50: nobody is passed over for longer than two
@@ -83,6 +90,11 @@ class FairQueueMachine(RuleBasedStateMachine):
         assert self.queue.tokens == sum(entry.tokens for entry in bounded)
         assert self.queue.tokens <= MAX_TOKENS or len(bounded) == 1
         assert sorted(e.number for e in self.queue) == sorted(e.number for e in self.inside)
+        firsts: dict[object, Entry[int]] = {}
+        for one in sorted(self.inside, key=lambda each: each.rank):
+            firsts.setdefault((one.class_, one.tenant, one.group), one)
+        assert {head.number for head in self.queue.heads()} == {e.number for e in firsts.values()}
+        assert self.queue.has_idle("xy") == ({e.group for e in self.inside} != {"x", "y"})
         if not self.inside:
             assert not self.queue.classes
 
@@ -117,6 +129,24 @@ def test_class_then_tenant_then_deadline_then_arrival(order: list[int]) -> None:
         served.append(queue.heads()[0])
         queue.remove(served[-1], served=True)
     assert served == [entries[3], entries[0], entries[1], entries[2]]
+
+
+def test_a_group_passes_what_its_tenant_has_waiting_for_another() -> None:
+    entries = [
+        entry("a", arrived=0.0, group="busy"),
+        entry("a", arrived=1.0, group="busy"),
+        entry("a", arrived=2.0, group="free"),
+        entry("b", arrived=3.0, group="busy"),
+        entry("b", arrived=4.0, group="free", resumed=True),
+    ]
+    queue = filled(*entries)
+    heads = [entries[4], entries[0], entries[2], entries[3]]
+    assert queue.heads() == heads
+    assert queue.has_idle(["busy", "other"]) and not queue.has_idle(["busy", "free"])
+    for one in (entries[2], entries[4]):
+        queue.remove(one, served=True)
+    assert queue.has_idle(["free"]) and not queue.has_idle(["busy"]) and not queue.has_idle([])
+    assert sorted(head.number for head in queue.heads()) == [0, 3]
 
 
 def test_a_flood_leaves_room_for_others() -> None:

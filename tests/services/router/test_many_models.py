@@ -109,6 +109,24 @@ async def test_a_model_that_loses_its_workers_leaves_the_other_alone(world: Worl
     await until(world.nothing_left)
 
 
+async def test_what_waits_for_one_model_holds_up_nothing_of_another(world: World) -> None:
+    workers_of(world, "small", digest="d1", tokenizer="t1")
+    workers_of(world, "large", digest="d2", tokenizer="t2")
+    busy = world.decodes[1]
+    busy.max_sequences = 1
+    busy.stepping.clear()
+    await world.run(BOTH)
+    large = [asyncio.create_task(world.ask(replace(REQUEST, model="large"))) for _ in range(3)]
+    await until(lambda: len(world.pipeline.gate.queue) == 2)
+    for _ in range(4):
+        check(await world.ask(replace(REQUEST, model="small")))
+    assert len(world.pipeline.gate.queue) == 2
+    busy.stepping.set()
+    for task in large:
+        check(await task)
+    await until(world.nothing_left)
+
+
 async def test_adapters_of_a_model_that_is_down_wait_for_it(world: World) -> None:
     workers_of(world, "small", digest="d1", tokenizer="t1")
     workers_of(world, "large", digest="d2", tokenizer="t2")

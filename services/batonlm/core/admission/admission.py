@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,8 @@ class FleetState:
     """Live routers, including this one."""
     others: OthersUsage = NO_USE
     """What the tenant uses through the other routers."""
+    models: frozenset[str] = frozenset()
+    """Names of the models that are served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class Ask:
     encodes: bool = False
     """Whether an encode worker computes its tokens. They are charged as estimated, and exactly when
     it ends: only that worker counts them."""
+    model: str = ""
+    """The name that it asks for, which need not be a model's."""
 
     @property
     def least_charge(self) -> int:
@@ -297,8 +301,9 @@ class Admission:
             return
         cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
         coming = self.approach.ahead(ask.tenant.name, ask.priority)
+        models = (ask.model,) if ask.model in outlook.models else outlook.models
         self._check_wait(
-            ask, ask.least_tokens, cost, outlook, remaining_s, self._drain.wait_s, coming
+            ask, ask.least_tokens, cost, outlook, remaining_s, self._drain.wait_s, coming, models
         )
 
     def _check_requests(self, tenant: Tenant) -> None:
@@ -332,11 +337,12 @@ class Admission:
         remaining_s: float,
         predict_s: Callable[[float], float],
         coming: int,
+        models: Collection[str],
     ) -> None:
-        """Raises Refusal when the request would not be placed in time. With an empty queue it is
-        placed next. predict_s: returns the seconds that this many tokens take. coming: tokens that
-        will be queued before it."""
-        if not len(self._queue):
+        """Raises Refusal when the request would not be placed in time. Where nothing waits for its
+        model it is placed next. predict_s: returns the seconds that this many tokens take. coming:
+        tokens that will be queued before it. models: those that it may be for."""
+        if self._queue.has_idle(models):
             return
         if not self._queue.has_room(ask.tenant.name, cost):
             raise self.refused(Limit.QUEUE, "The queue is full.")
@@ -437,10 +443,16 @@ class AdmissionCharge:
         self._holding.release()
 
     def settle(
-        self, prompt: int, longest_output: int, outlook: FleetState, remaining_s: float, now: float
+        self,
+        prompt: int,
+        longest_output: int,
+        outlook: FleetState,
+        remaining_s: float,
+        now: float,
+        model: str = "",
     ) -> None:
-        """Charges the exact prompt and its longest output, in tokens. Raises Refusal; the charge
-        must be released then, too."""
+        """Charges the exact prompt and its longest output, in tokens. model: the one that runs it.
+        Raises Refusal; the charge must be released then, too."""
         admission, ask = self._admission, self._ask
         self._holding.release()
         self._approached()
@@ -452,7 +464,9 @@ class AdmissionCharge:
             admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
             self.cost = admission.cost(prompt, longest_output, ask.choices)
             least_wait_s = admission._drain.least_wait_s
-            admission._check_wait(ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0)
+            admission._check_wait(
+                ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0, (model,)
+            )
             charged = prompt + longest_output
         finally:
             self._charge(charged, now)

@@ -1,11 +1,13 @@
 """FairQueue: admitted requests that are not placed yet.
 
 The order is by priority class; then deficit round robin over tenants, by tokens and weights; then,
-within a tenant, by deadline and arrival. The queue is bounded by tokens and by entries, so that no
-tenant can fill it: what one tenant has waiting must not exceed what is still free (dynamic
-thresholds with factor 1: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory
-packet switches", 1998). One tenant alone gets half of the queue, two get a third each, and there is
-always room for another one.
+within a tenant, by deadline and arrival. Entries that others serve (another model's workers) may
+pass those that cannot be served now.
+
+The queue is bounded by tokens and by entries, so that no tenant can fill it: what one tenant has
+waiting must not exceed what is still free (dynamic thresholds with factor 1: Choudhury and Hahne,
+"Dynamic queue length thresholds for shared-memory packet switches", 1998). One tenant alone gets
+half of the queue, two get a third each, and there is always room for another one.
 
 Entries that resume an answer which the client has begun to read do not count against the bounds and
 precede all others: they are paced, never refused.
@@ -15,7 +17,8 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,6 +45,8 @@ class Entry(Generic[T]):
     """On the queue's clock, in seconds."""
     resumed: bool = False
     """Whether it resumes an answer that the client has begun to read."""
+    group: str = ""
+    """What serves it. Entries of a group that is busy hold up none of another."""
     number: int = field(default=0, init=False)
     """In the order of arrival."""
 
@@ -79,6 +84,7 @@ class FairQueue(Generic[T]):
         """Only those that have entries."""
         self._next_number = 0
         self._num_entries = 0
+        self._groups = Counter[str]()
         self.tokens = 0
         """Tokens of all entries that count against the bounds."""
         self.num_bounded = 0
@@ -138,12 +144,18 @@ class FairQueue(Generic[T]):
             del self.classes[entry.class_]
 
     def heads(self) -> list[Entry[T]]:
-        """Returns the first entry of every tenant in every class, in the order of service."""
+        """Returns the first entry of each group of every tenant in every class, in the order of
+        service."""
         return [
-            class_.entries[tenant][0]
+            head
             for _, class_ in sorted(self.classes.items(), key=lambda item: item[0])
             for tenant in class_.deficits.order()
+            for head in self._first_of_groups(class_.entries[tenant])
         ]
+
+    def has_idle(self, groups: Collection[str]) -> bool:
+        """Whether nothing waits for one of these groups, or nothing at all."""
+        return not self._num_entries or any(group not in self._groups for group in groups)
 
     def settle(self, tenant: str, priority: int, unused: int) -> None:
         """Corrects the charge of a served entry, which used this many tokens fewer (negative:
@@ -198,8 +210,21 @@ class FairQueue(Generic[T]):
                 total += min(tokens, (own + self._quantum * weight) * share)
         return total
 
+    def _first_of_groups(self, entries: list[Entry[T]]) -> Collection[Entry[T]]:
+        if len(self._groups) == 1:
+            return entries[:1]
+        found: dict[str, Entry[T]] = {}
+        for entry in entries:
+            found.setdefault(entry.group, entry)
+            if len(found) == len(self._groups):
+                break
+        return found.values()
+
     def _count(self, entry: Entry[T], one: int) -> None:
         self._num_entries += one
+        self._groups[entry.group] += one
+        if not self._groups[entry.group]:
+            del self._groups[entry.group]
         if not entry.resumed:
             self.num_bounded += one
             self.tokens += one * entry.tokens

@@ -160,6 +160,7 @@ class AdmissionController:
         self._metrics = metrics
         self._others = OthersUse()
         self._kv_tokens: int | None = None
+        self._models: frozenset[str] = frozenset()
         self._looked_at = float("-inf")
 
     @property
@@ -219,6 +220,7 @@ class AdmissionController:
             least_tokens=least,
             most_tokens=most,
             longest_output=choices * (request.max_tokens or 1),
+            model=request.model,
         )
         held = holding or self.receive(request.tenant, input_bytes)
         outlook = self._outlook(request.tenant, now)
@@ -232,13 +234,14 @@ class AdmissionController:
             request, secrets.token_hex(12), deadline, input_bytes, charge, stages, self
         )
 
-    def settle(self, context: RequestContext, prompt: int, stop: StopParams) -> None:
-        """Charges for the encoded prompt and the longest output. Raises Refusal."""
+    def settle(self, context: RequestContext, prompt: int, stop: StopParams, model: str) -> None:
+        """Charges for the encoded prompt and the longest output. model: the name of the one that
+        runs it. Raises Refusal."""
         now, tenant = self.dispatcher.now(), context.request.tenant
         longest = context.request.n * stop.max_tokens
         outlook = self._outlook(tenant, now)
         try:
-            context.charge.settle(prompt, longest, outlook, context.deadline - now, now)
+            context.charge.settle(prompt, longest, outlook, context.deadline - now, now, model)
         except Refusal as refusal:
             self._metrics.refused(refusal.limit, tenant)
             raise
@@ -264,6 +267,7 @@ class AdmissionController:
             self.dispatcher.window.round_trip_s,
             self._live_replicas(),
             self._others.of(tenant.name),
+            self._models,
         )
 
     def _look(self, now: float) -> None:
@@ -278,6 +282,7 @@ class AdmissionController:
                 if worker.load is not None:
                     reports[worker.identity.instance_id] = worker.load.tenants
         self._others.see(reports, now)
+        self._models = frozenset(worker.model.name for worker in decodes)
         reported = [(w.load.free_blocks, w.description) for w in decodes if w.load is not None]
         known = bool(reported) and all(description.num_blocks for _, description in reported)
         free = sum(blocks * max(1, description.block_size) for blocks, description in reported)

@@ -112,6 +112,7 @@ class Placer:
             arrived=self._since,
             deadline=self._context.deadline,
             resumed=resumed,
+            group=demand.model,
         )
 
     def _find(self, run: AttemptRun, full: frozenset[str]) -> Placement | Blocked:

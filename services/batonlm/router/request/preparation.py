@@ -172,7 +172,7 @@ class Preparation:
         stop = resolve_stop(request, len(prompt), model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
-        context.controller.settle(context, len(prompt), stop)
+        context.controller.settle(context, len(prompt), stop, model.name)
         seed = drawn_seed(request)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
         if adapter is not None:

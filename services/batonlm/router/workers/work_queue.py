@@ -255,6 +255,7 @@ class WorkQueue(Generic[C]):
             wanted.size + INPUT_BYTES + GRAMMAR_BYTES * (wanted.lane is Lane.GRAMMAR),
             asyncio.get_running_loop().time(),
             deadline,
+            group=wanted.digest,
         )
         queue = self._queues[wanted.lane]
         queue.add(entry)
