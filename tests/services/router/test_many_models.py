@@ -127,6 +127,23 @@ async def test_what_waits_for_one_model_holds_up_nothing_of_another(world: World
     await until(world.nothing_left)
 
 
+async def test_a_tokenizer_that_is_gone_holds_up_no_texts_of_another_model(world: World) -> None:
+    await start(world)
+    address = world.addresses["tokenizer"][1]
+    await world.tokenizers[1].kill()
+    await until(lambda: world.met()["tokenizer"] == 1)
+    waiting = asyncio.create_task(world.ask(replace(REQUEST, model="large")))
+    await until(lambda: world.pipeline.num_requests == 1)
+    for _ in range(4):
+        check(await world.ask(replace(REQUEST, model="small")))
+    assert not waiting.done()
+    again = ScriptedTokenizer(model=world.tokenizers[1].model)
+    world.tokenizers.append(again)
+    await again.start(address)
+    check(await waiting)
+    await until(world.nothing_left)
+
+
 async def test_adapters_of_a_model_that_is_down_wait_for_it(world: World) -> None:
     workers_of(world, "small", digest="d1", tokenizer="t1")
     workers_of(world, "large", digest="d2", tokenizer="t2")
