@@ -56,6 +56,16 @@ def listed(world: World) -> list[tuple[str, str]]:
     return [(model.name, adapter.name) for model, adapter in world.pipeline.adapters()]
 
 
+async def test_attempts_with_an_adapter_that_all_have_keep_the_order_of_the_others(
+    world: World,
+) -> None:
+    await start(world)
+    fleet = world.fleet
+    assert fleet is not None
+    await until(lambda: fleet.all_have_adapter(language.MODEL.digest, "f1"))
+    assert not fleet.all_have_adapter(language.MODEL.digest, "l1")
+
+
 async def test_an_unknown_one_is_answered_with_the_nearest(world: World) -> None:
     await start(world)
     for name in ("frensh", f"{NAME}:frensh", "other:french", ":", "french:", "x" * 250):

@@ -198,7 +198,7 @@ class WorkerClass(NamedTuple):
     short: bool
     """Decode prefills it while prefill is busy."""
     adapter: str = ""
-    """The digest of its LoRA adapter."""
+    """The digest of its LoRA adapter, unless all workers of the model have it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -89,6 +89,10 @@ class Placer:
         request, demand = self._context.request, self._demand(run)
         resumed = run.attempt.attempt > 0
         again = demand.input_tokens if run.attempt.position else 0
+        # One of a class of its own may overtake those that wait for the same workers.
+        everywhere = demand.adapter and self._fleet.all_have_adapter(
+            demand.model_digest, demand.adapter
+        )
         pending_attempt = PendingAttempt(
             find=lambda full: self._find(run, full),
             over=lambda: run.over,
@@ -96,7 +100,7 @@ class Placer:
                 demand.model,
                 demand.needs_decode,
                 demand.input_tokens <= self._policy.short,
-                demand.adapter,
+                "" if everywhere else demand.adapter,
             ),
             input_tokens=demand.input_tokens,
             choices=demand.choices,

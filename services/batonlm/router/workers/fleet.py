@@ -668,6 +668,15 @@ class Fleet:
         held = any(digest in snapshot.adapters for snapshot in self.decodes.each_snapshot())
         return held or self.adapters.wants(digest)
 
+    def all_have_adapter(self, model: str, digest: str) -> bool:
+        """Whether every worker of a model (its digest) that runs attempts has this adapter."""
+        return all(
+            digest in snapshot.adapters
+            for pool in (self.prefills, self.decodes)
+            for snapshot in pool.each_snapshot()
+            if snapshot.model.digest == model
+        )
+
     def channel(self, worker: Worker[Any]) -> grpc.aio.Channel:
         """The channel over which the worker is followed."""
         for pool in self.pools:
