@@ -33,6 +33,8 @@ _WORKER_STAGES = {"prefill_queue", "prefill", "local_prefill", "kv_wait"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 LABELS: dict[str, set[str] | re.Pattern[str]] = {
+    # One that was loaded, or none: never what a client asked for.
+    "adapter": re.compile(r"(?:[\w./-]{1,128})?"),
     "error_type": {"", *(reason.name.lower() for reason in Reason)},
     "face": {"grpc", "http"},
     "gen_ai_operation_name": {"chat", "text_completion"},

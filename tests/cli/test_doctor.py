@@ -82,7 +82,6 @@ def test_weights_that_are_cut_short(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "detail"),
     [
-        ({"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1}, "mamba"),
         ({"model_type": "of-the-future"}, "of an architecture that transformers"),
         ({"model_type": "vit"}, "no causal language model"),
     ],

@@ -28,6 +28,7 @@ from batonlm.engine.memory import (
     plan_memory,
     size,
 )
+from batonlm.engine.quantized import settle
 from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
@@ -204,7 +205,8 @@ def test_quantized_weights_are_foreseen_too(arch: str, saved: Callable[[str], Pa
     foreseen = foresee(config, FREE).memory.weights_bytes
     loaded = load(replace(config, quantize="none"))
     wire(loaded.network)
-    plain, small = (weights_bytes(loaded.network, loaded.device, q) for q in ("none", "int8"))
+    kinds = "none", settle("int8", loaded.device, torch.float32)
+    plain, small = (weights_bytes(loaded.network, loaded.device, kind) for kind in kinds)
     assert small == foreseen < plain
 
 
