@@ -12,7 +12,7 @@ import pytest
 from batonlm.core.admission.tenant_budgets import Limit, Refusal
 from batonlm.core.errors import Internal, InvalidArgument, Overloaded
 from batonlm.core.request.request import ChatPrompt
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 
 # openai's overloads know neither extra parameters nor extra fields; both are looked at here.
 Client = Any
@@ -251,7 +251,7 @@ async def test_token_ids(client: Client) -> None:
 
 async def test_models(client: Client) -> None:
     listed = await client.models.list()
-    assert [model.id for model in listed.data] == [MODEL.name]
+    assert [model.id for model in listed.data] == [MODEL.name, ADAPTER.name]
     shown = await client.models.retrieve(MODEL.name)
     assert shown.max_model_len == MODEL.max_model_len
     with pytest.raises(openai.NotFoundError) as caught:
