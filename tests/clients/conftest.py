@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,19 @@ def _node(folders: pytest.TempPathFactory, packages: Sequence[str]) -> Path:
     npm = ("npm", "install", "--prefix", folder, "--no-audit", "--no-fund", "--loglevel=error")
     install(*npm, *packages)
     return folder
+
+
+def beside_ours(folder: Path, packages: Sequence[str]) -> Path:
+    """Returns the Python of a new environment that has these packages, without what they require,
+    and all that this environment has."""
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
+    own = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    # Also the folders that this environment itself takes from elsewhere.
+    shared = [sysconfig.get_path("purelib"), *(p for p in sys.path if p.endswith("site-packages"))]
+    (own / "shared.pth").write_text("\n".join(dict.fromkeys(shared)))
+    pip = folder / "bin/pip"
+    install(pip, "install", "-q", "--disable-pip-version-check", "--no-deps", *packages)
+    return folder / "bin/python"
 
 
 def install(*command: str | Path) -> None:

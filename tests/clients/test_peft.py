@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
-from tests.clients.conftest import INSTALL_S, RUN_S, install
+from tests.clients.conftest import RUN_S, beside_ours
 from tests.engine.adapters import save_adapter
 from tests.engine.driving import generate, random_prompts, scattered
 from tests.engine.tiny_models import VOCAB, save_tiny_model
@@ -34,15 +32,7 @@ ONE_LAYER = "model.layers.1.self_attn.o_proj"
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
-    own = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    # Also the folders that this environment itself takes from elsewhere.
-    shared = [sysconfig.get_path("purelib"), *(p for p in sys.path if p.endswith("site-packages"))]
-    (own / "shared.pth").write_text("\n".join(dict.fromkeys(shared)))
-    pip = folder / "bin/pip"
-    install(pip, "install", "-q", "--disable-pip-version-check", "--no-deps", *PACKAGES)
-    return folder / "bin/python"
+    return beside_ours(tmp_path_factory.mktemp("venv"), PACKAGES)
 
 
 @pytest.mark.timeout(900)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 
 from batonlm.core.request.request import TextPair, VectorInput
 from batonlm.encode.model import EncoderModel, Sequences
-from tests.clients.conftest import INSTALL_S, RUN_S, install
+from tests.clients.conftest import RUN_S, beside_ours
 from tests.encode.models import EMBED, QUERY, SCORE, TEXTS, saved
 
 pytestmark = pytest.mark.clients
@@ -34,15 +32,7 @@ SCRIPT = Path(__file__).parent / "scripts/with_sentence_transformers.py"
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=INSTALL_S)
-    own = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    # Also the folders that this environment itself takes from elsewhere.
-    shared = [sysconfig.get_path("purelib"), *(p for p in sys.path if p.endswith("site-packages"))]
-    (own / "shared.pth").write_text("\n".join(dict.fromkeys(shared)))
-    pip = folder / "bin/pip"
-    install(pip, "install", "-q", "--disable-pip-version-check", "--no-deps", *PACKAGES)
-    return folder / "bin/python"
+    return beside_ours(tmp_path_factory.mktemp("venv"), PACKAGES)
 
 
 @pytest.mark.timeout(900)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from batonlm.core.kvcache.prefix import UNIT_TOKENS
 from tests.e2e.relay import Relay, eventually, options
 from tests.engine.tiny_models import ARCHS, OWN, save_tiny_model
+from tests.greedy import greedy_tokens
 
 # The workers need the cores; torch here would spin on all of them.
 torch.set_num_threads(1)
@@ -54,19 +55,7 @@ def prompts(vocab: int) -> list[list[int]]:
 
 def expected(model: Path, asked: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    answers = []
-    for prompt in asked:
-        ids = torch.tensor([prompt])
-        out = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
+    return [greedy_tokens(network, prompt, new_tokens) for prompt in asked]
 
 
 @pytest.fixture(

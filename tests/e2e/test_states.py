@@ -14,6 +14,7 @@ from batonlm import LLM
 from tests.e2e.relay import Relay, options, until_it_comes_about
 from tests.e2e.streams import Following, requests, undisturbed
 from tests.engine.tiny_models import save_tiny_model
+from tests.greedy import greedy_tokens
 
 # The workers need the cores; torch here would spin on all of them.
 torch.set_num_threads(1)
@@ -66,17 +67,7 @@ TORCH = {"jamba": 37, "qwen3_next": 37, "mamba2": 512}
 
 def transformers_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.tensor([prompt])
-    out = network.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+    return greedy_tokens(network, prompt, count)
 
 
 @pytest.mark.deep

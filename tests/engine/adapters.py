@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tests.engine.tiny_models import build
+from tests.greedy import greedy_tokens
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -121,16 +122,4 @@ def expected(
     network: Any = build(arch)
     if adapter is not None:
         adapted(network, adapter)
-    texts = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            output = network.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=count,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            texts.append(output[0].tolist()[len(prompt) :])
-    return texts
+    return [greedy_tokens(network, prompt, count) for prompt in prompts]

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import fill, generate, packed, random_prompts, scattered, together
 from tests.engine.tiny_models import ARCHS, VOCAB, build
+from tests.greedy import greedy_tokens
 
 SHORT = (1, 2, 3, 5, 7, 15, 16, 17, 24, 31, 33, 48, 64, 65, 90, 130)
 LONG = (1, 2, 5, 16, 17, 33, 64, 90, 130, 200, 255, 256, 257, 400, 513, 600)
@@ -19,20 +19,8 @@ PREFIX = 40
 
 
 def expected(arch: str, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    model = build(arch)
-    texts = []
-    with torch.inference_mode():
-        for prompt in prompts:
-            output = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            texts.append(output[0].tolist()[len(prompt) :])
-    return texts
+    network = build(arch)
+    return [greedy_tokens(network, prompt, new_tokens) for prompt in prompts]
 
 
 def check(arch: str, folder: Path, lengths: tuple[int, ...], new_tokens: int) -> None:

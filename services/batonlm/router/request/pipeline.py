@@ -52,6 +52,8 @@ from batonlm.router.workers.tokenizers import EncodedPrompt
 from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import OFF, Tracer, now
 
+log = logging.getLogger(__name__)
+
 COALESCE_ABOVE_CORES = 0.6
 """CPU load in cores above which tokens of a stream are coalesced."""
 
@@ -165,8 +167,6 @@ class EventStream(AsyncIterator[Event]):
             self._on_first_token()
         return True
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

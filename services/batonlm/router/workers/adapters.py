@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import grpc
 
@@ -42,6 +42,8 @@ AGAIN_S = 60.0
 """Seconds until a worker that could not load an adapter is asked again."""
 
 MAX_REFUSED = 4096
+
+T = TypeVar("T")
 
 
 class AdapterManager:
@@ -80,18 +82,15 @@ class AdapterManager:
                 raise InvalidArgument("A model has this name.", field="name")
             workers = self._workers(base)
             had = [worker for worker in workers if _has(worker, name)]
-            found = await self._all(workers, lambda worker: self._load(worker, wanted))
+            found = await _answers(self._load(worker, wanted) for worker in workers)
             failure = next((each for each in found if isinstance(each, BatonError)), None)
             if failure is None:
                 return next(each for each in found if isinstance(each, AdapterDescription))
             undo = pb.UnloadAdapterRequest(name=name)
-            await self._all(
-                [
-                    worker
-                    for worker, result in zip(workers, found, strict=True)
-                    if worker not in had and not isinstance(result, InvalidArgument | Overloaded)
-                ],
-                lambda worker: self._unload(worker, undo),
+            await _answers(
+                self._unload(worker, undo)
+                for worker, result in zip(workers, found, strict=True)
+                if worker not in had and not isinstance(result, InvalidArgument | Overloaded)
             )
             raise failure
 
@@ -105,7 +104,7 @@ class AdapterManager:
                 error = model_not_found(name, names)
                 raise NotFound(error.message, field="name")
             wanted = pb.UnloadAdapterRequest(name=name, digest=digest)
-            found = await self._all(workers, lambda worker: self._unload(worker, wanted))
+            found = await _answers(self._unload(worker, wanted) for worker in workers)
             failures = [each for each in found if isinstance(each, BatonError)]
             if failures:
                 raise failures[0]
@@ -128,7 +127,7 @@ class AdapterManager:
             instance_id = worker.identity.instance_id
             for adapter in registry.unwanted(digest, held):
                 undo = pb.UnloadAdapterRequest(name=adapter.name, digest=adapter.digest)
-                await self._all([worker], lambda one, undo=undo: self._unload(one, undo))  # type: ignore[misc]
+                await _answer(self._unload(worker, undo))
             for adapter in registry.missing(digest, held):
                 key = (instance_id, adapter.name, adapter.digest)
                 seen.add(key)
@@ -140,10 +139,7 @@ class AdapterManager:
                 wanted = pb.LoadAdapterRequest(
                     name=adapter.name, path=adapter.path, digest=adapter.digest, replace=True
                 )
-                (result,) = await self._all(
-                    [worker],
-                    lambda one, wanted=wanted: self._load(one, wanted),  # type: ignore[misc]
-                )
+                result = await _answer(self._load(worker, wanted))
                 if isinstance(result, InvalidArgument):
                     unloadable.add(adapter.digest)
                 if isinstance(result, BatonError) and len(self._refused) < MAX_REFUSED:
@@ -171,23 +167,6 @@ class AdapterManager:
                     continue
                 if not known.path or known.digest in unloadable:
                     registry.lost(digest, adapter)
-
-    async def _all(
-        self,
-        workers: Sequence[Worker[Any]],
-        call: Callable[[Worker[Any]], Awaitable[AdapterDescription | None]],
-    ) -> list[AdapterDescription | BatonError | None]:
-        """Calls all of them at once. Returns what each answered, or its error."""
-
-        async def one(worker: Worker[Any]) -> AdapterDescription | BatonError | None:
-            try:
-                return await call(worker)
-            except grpc.aio.AioRpcError as error:
-                return from_rpc_error(error)
-            except BatonError as error:
-                return error
-
-        return list(await asyncio.gather(*map(one, workers)))
 
     async def _load(self, worker: Worker[Any], wanted: pb.LoadAdapterRequest) -> AdapterDescription:
         stub: Any = AdaptersStub(self._fleet.channel(worker))
@@ -235,6 +214,21 @@ class AdapterManager:
         workers += self._fleet.decodes.workers()
         leaving = (WorkerState.DRAINING, WorkerState.KV_ONLY)
         return [w for w in workers if w.load is not None and w.load.state not in leaving]
+
+
+async def _answer(call: Awaitable[T]) -> T | BatonError:
+    """Returns what a worker answers, or its error."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    except BatonError as error:
+        return error
+
+
+async def _answers(calls: Iterable[Awaitable[T]]) -> list[T | BatonError]:
+    """The same of several workers, all at once."""
+    return await asyncio.gather(*map(_answer, calls))
 
 
 def _has(worker: Worker[Any], name: str) -> bool:
