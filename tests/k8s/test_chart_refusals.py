@@ -61,6 +61,12 @@ SCHEMA: Sequence[tuple[str, str]] = [
     ("model.cache.accessModes={Many}", "/model/cache/accessModes/0"),
     ("router.service.nodePorts.ssh=22", "ssh"),
     ("extraObjects[0]=1", "/extraObjects/0"),
+    ("models.Large.model.name=x", "Large"),
+    ("models.decode.model.name=x", "decode"),
+    ("models.large.decode.replicas=2", "/models/large/decode"),
+    ("models.large.router.replicaCount=2", "/models/large"),
+    ("models.large.model.source=s3", "/models/large/model/source"),
+    ("models.large.planner.dryRun=true", "/models/large/planner"),
     ("router.terminationGracePeriodSeconds=-1", "/router/terminationGracePeriodSeconds"),
 ]
 
@@ -205,6 +211,51 @@ SENTENCES: Sequence[tuple[str, str]] = [
     (
         "serviceMonitor.enabled=true,podMonitor.enabled=true",
         "podMonitor.enabled contradicts serviceMonitor.enabled",
+    ),
+    (
+        "models.large.decode.replicaCount=2",
+        "models.large.model.name is baton-tiny, as another model of this release is called",
+    ),
+    ("models.large.model.source=hub", "models.large.model.hub.id is required"),
+    ("models.large.model.name=a\\,b", "no model's name may have a comma"),
+    (
+        "models.large.model.name=m,models.large.decode.replicaCount=0",
+        "models.large.decode.replicaCount must be 1 or more",
+    ),
+    (
+        "models.large.model.name=m,models.large.decode.gpu.count=4",
+        "models.large.decode.gpu.count is 4, but models.large.decode.config makes 1 ranks",
+    ),
+    (
+        "models.large.model.name=m,models.large.decode.terminationGracePeriodSeconds=30",
+        "models.large.decode.terminationGracePeriodSeconds is 30",
+    ),
+    (
+        "models.large.model.name=m,models.large.decode.networkPolicy.extraIngress[0].from[0].x=y",
+        "models.large.decode.networkPolicy: all models share one; say it in decode.networkPolicy",
+    ),
+    (
+        "models.large.model.name=m,models.large.sharesTokenizer=true,"
+        "models.large.tokenizer.replicaCount=2",
+        "models.large.sharesTokenizer: it has no tokenizer",
+    ),
+    (
+        "models.large.model.name=a/b,models.large.decode.autoscaling.enabled=true",
+        "models.large.decode.autoscaling.targetWorkers with models needs a model.name that is",
+    ),
+    (
+        "models.large.model.name=m,prefill.keda.enabled=true,prefill.keda.targetWaitingTokens=9",
+        "prefill.keda.targetWaitingTokens does not know models apart",
+    ),
+    (
+        "models.large.model.name=m,models.large.model.source=hub,models.large.model.hub.id=a/b,"
+        "models.large.model.cache.type=pvc",
+        "models.large.model.cache.type=pvc needs models.large.model.cache.claimName",
+    ),
+    (
+        "models.large.model.name=m,planner.enabled=true,models.large.decode.keda.enabled=true,"
+        "models.large.planner.scale.decode.enabled=true",
+        "models.large.planner.scale.decode.enabled contradicts models.large.decode.autoscaling",
     ),
     ("alerts.enabled=true", "alerts.enabled needs serviceMonitor.enabled or podMonitor.enabled"),
 ]

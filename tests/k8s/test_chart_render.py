@@ -51,11 +51,19 @@ READY = {
     "detokenizer": "baton.v1.Detokenizer",
 }
 
+MODELS = CHART / "ci/models-values.yaml"
+
+
+def role(component: str) -> str:
+    """Of a component, which begins with the key of its model where it is one of `models`."""
+    return component.rpartition("-")[2]
+
+
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
-def test_there_are_ten_values_files_and_six_presets() -> None:
-    assert (len(VALUES_FILES), len(PRESETS)) == (10, 6)
+def test_there_are_eleven_values_files_and_six_presets() -> None:
+    assert (len(VALUES_FILES), len(PRESETS)) == (11, 6)
 
 
 @pytest.mark.parametrize("path", [None, *FILES], ids=lambda path: path.stem if path else "none")
@@ -67,7 +75,7 @@ def test_lint(path: Path | None) -> None:
 @every_file
 def test_every_file_gives_five_pools_with_their_services(path: Path) -> None:
     objects = rendered(path)
-    assert set(templates(objects)) == set(COMPONENTS)
+    assert set(map(role, templates(objects))) == set(COMPONENTS)
     services = of_kind(objects, "Service")
     for component in COMPONENTS:
         selector = services[component]["spec"]["selector"]
@@ -85,10 +93,11 @@ def test_names_are_unique_and_short_enough(path: Path) -> None:
 @every_file
 def test_the_process_takes_its_environment(path: Path) -> None:
     """Every BATON_ variable is an option, and all of them together are a configuration."""
-    found = pods(rendered(path))
-    for component in COMPONENTS:
-        cls = generator.CONFIGS[component]
-        given = environment(found[component])
+    for component, pod in pods(rendered(path)).items():
+        if component == "test":
+            continue
+        cls = generator.CONFIGS[role(component)]
+        given = environment(pod)
         options = {f"BATON_{field.name.upper()}" for field in fields(cls)}
         assert {name for name in given if name.startswith("BATON_")} <= options
         configuration.load(cls, [], given, prog=f"baton-{component}")
@@ -118,7 +127,7 @@ def test_probes_mean_different_things(path: Path) -> None:
         ]
         assert {probe["port"] for probe in probes} == {ports["health"]}
         services = [probe.get("service", "") for probe in probes]
-        assert services == ["startup", READY[component], ""]
+        assert services == ["startup", READY[role(component)], ""]
         assert environment(pod)["BATON_HEALTH_LISTEN"].endswith(f":{ports['health']}")
 
 
@@ -344,6 +353,107 @@ def test_a_planner_may_set_the_sizes_that_it_is_given_and_nothing_else() -> None
     (rule,) = of_kind(objects, "Role")["planner"]["rules"]
     assert (rule["resources"], rule["verbs"]) == (["endpointslices"], ["list"])
     assert not [each for each in render(CPU) if "planner" in each["metadata"]["name"]]
+
+
+def test_each_model_has_pools_of_its_own_that_say_what_the_releases_do_not() -> None:
+    found = pods(rendered(MODELS))
+    own = {key.partition("-")[0] for key in found if "-" in key}
+    assert own == {"large", "tuned"}
+    assert not {"tuned-tokenizer", "tuned-detokenizer"} & found.keys(), "it shares the release's"
+    names = {key: environment(pod).get("BATON_MODEL_NAME") for key, pod in found.items()}
+    assert names["decode"] == "baton-tiny" and names["large-tokenizer"] == "Qwen/Qwen3-32B"
+    assert names["tuned-decode"] == names["tuned-prefill"] == "baton-tuned"
+    large, tuned = found["large-decode"], environment(found["tuned-decode"])
+    assert large["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert environment(large)["BATON_MODEL"] == "/models/Qwen--Qwen3-32B"
+    assert environment(found["large-tokenizer"])["BATON_MODEL"].endswith(".tokenizer")
+    (cache,) = [volume for volume in large["volumes"] if volume["name"] == "models"]
+    assert cache["hostPath"]["path"] == "/var/lib/models"
+    assert tuned["BATON_DTYPE"] == "bfloat16" and tuned["BATON_ADAPTERS_FOLDER"] == "/adapters"
+    # What is not said is the release's own; what is, is nobody else's.
+    assert tuned["BATON_DRAIN_TIMEOUT_S"] == environment(found["decode"])["BATON_DRAIN_TIMEOUT_S"]
+    assert "BATON_DTYPE" not in environment(found["decode"])
+    assert "gpu" not in json.dumps(found["decode"]["containers"][0]["resources"])
+    deployments = of_kind(rendered(MODELS), "Deployment")
+    sizes = {key: each["spec"].get("replicas") for key, each in deployments.items()}
+    assert (sizes["prefill"], sizes["tuned-prefill"], sizes["large-prefill"]) == (1, 0, 2)
+    assert sizes["large-tokenizer"] == 2 and sizes["large-decode"] is None
+    assert deployments["large-decode"]["metadata"]["name"] == "try-baton-large-decode"
+    assert environment(found["router"])["BATON_MODEL"] == "baton-tiny,Qwen/Qwen3-32B,baton-tuned"
+
+
+def test_routers_find_all_models_pods_by_one_service_of_a_role_and_no_pool_has_anothers() -> None:
+    objects = rendered(MODELS)
+    labels = {key: each["metadata"]["labels"] for key, each in templates(objects).items()}
+    for component, service in of_kind(objects, "Service").items():
+        selector = service["spec"]["selector"]
+        chosen = {key for key, own in labels.items() if selector.items() <= own.items()}
+        assert chosen == {key for key in labels if role(key) == component}
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        for key, each in of_kind(objects, kind).items():
+            selector = each["spec"]["selector"]["matchLabels"]
+            assert [one for one, own in labels.items() if selector.items() <= own.items()] == [key]
+    accounts = {each["metadata"]["name"] for each in of_kind(objects, "ServiceAccount").values()}
+    secrets = {each["spec"]["secretName"] for each in of_kind(objects, "Certificate").values()}
+    for pod in pods(objects).values():
+        if pod["containers"][0]["name"] in COMPONENTS:
+            assert pod["serviceAccountName"] in accounts
+            used = {v["secret"]["secretName"] for v in pod["volumes"] if v["name"] == "tls"}
+            assert used and used <= secrets
+    for key, policy in of_kind(objects, "NetworkPolicy").items():
+        (listed,) = policy["spec"]["podSelector"].get("matchExpressions", [{"values": [key]}])
+        wanted = {one for one in labels if role(one) == key}
+        assert wanted <= set(listed["values"])
+        assert {role(one) for one in listed["values"]} == {key}
+    # Whoever fetches its model is let out to do so.
+    ports = json.dumps(of_kind(objects, "NetworkPolicy")["decode"]["spec"]["egress"])
+    assert '"port": 443' in ports
+
+
+def test_each_model_is_scaled_by_what_routers_ask_for_it() -> None:
+    (scaled,) = of_kind(rendered(MODELS), "ScaledObject").values()
+    (trigger,) = scaled["spec"]["triggers"]
+    assert scaled["spec"]["scaleTargetRef"]["name"] == "try-baton-large-decode"
+    assert scaled["spec"]["minReplicaCount"] == 0
+    assert 'role="decode",model="Qwen/Qwen3-32B"' in trigger["metadata"]["query"]
+    sets = ("decode.keda.enabled=true", "models.large.decode.keda.enabled=false")
+    objects = render(MODELS, sets=sets)
+    found = of_kind(objects, "ScaledObject")
+    query = found["decode"]["spec"]["triggers"][0]["metadata"]["query"]
+    assert r'model!~"Qwen/Qwen3-32B|baton-tuned"' in query
+    assert set(found) == {"decode", "tuned-decode"}, "what a model does not say, the release says"
+    sets = ("models.tuned.decode.autoscaling.enabled=true",)
+    scaler = of_kind(render(MODELS, sets=sets), "HorizontalPodAutoscaler")["tuned-decode"]
+    labels = scaler["spec"]["metrics"][0]["external"]["metric"]["selector"]["matchLabels"]
+    assert labels["model"] == "baton-tuned"
+
+
+def test_the_planner_scales_each_model_by_itself() -> None:
+    own = "models.tuned.planner.scale.decode"
+    objects = render(
+        MODELS,
+        sets=(
+            *("planner.enabled=true", "planner.externalMetrics=false"),
+            *(
+                "planner.scale.prefill.enabled=true",
+                "models.large.planner.scale.prefill.maxReplicas=3",
+            ),
+            *("models.tuned.planner.scale.prefill.enabled=false",),
+            *(f"{own}.enabled=true", f"{own}.minReplicas=0", f"{own}.maxReplicas=2"),
+        ),
+    )
+    given = environment(pods(objects)["planner"])
+    assert given["BATON_SCALE"] == "prefill=1:10,large-prefill=1:3,tuned-decode=0:2"
+    assert given["BATON_MODELS"] == "large=Qwen/Qwen3-32B,tuned=baton-tuned"
+    options = configuration.load(PlannerConfig, [], given, prog="baton-planner")
+    allowed = {
+        name
+        for rule in of_kind(objects, "Role")["planner"]["rules"]
+        if rule["resources"] == ["deployments/scale"]
+        for name in rule["resourceNames"]
+    }
+    assert allowed == {f"{options.release}-{pool}" for pool in options.pools()}
+    assert allowed < {each["metadata"]["name"] for each in of_kind(objects, "Deployment").values()}
 
 
 def test_claimed_gpus_take_the_place_of_a_plugins() -> None:

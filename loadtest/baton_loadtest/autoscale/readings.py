@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -28,9 +28,14 @@ class Reading:
     requests: float = 0.0
     """Requests that came so far, to the routers that answered."""
 
-    def target(self, role: str) -> float | None:
-        """Returns the workers of a role for all models; None when no router says a number."""
-        found = [value for (_, each), value in self.targets.items() if each == role]
+    def target(self, role: str, model: str = "", others: Collection[str] = ()) -> float | None:
+        """Returns the workers of a role for one model, or without one for all but `others`; None
+        when no router says a number."""
+        found = [
+            value
+            for (name, each), value in self.targets.items()
+            if each == role and (name == model if model else name not in others)
+        ]
         return sum(found) if found else None
 
 

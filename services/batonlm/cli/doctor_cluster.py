@@ -433,10 +433,16 @@ def policy(
 def _selects(one: Json, pod: Json) -> bool:
     """Whether a policy restricts what comes into a pod."""
     spec = one.get("spec", {})
-    wanted = (spec.get("podSelector") or {}).get("matchLabels") or {}
+    selector = spec.get("podSelector") or {}
+    wanted = selector.get("matchLabels") or {}
     labels = pod["metadata"].get("labels") or {}
+    # The chart's own selectors have no other operator.
+    listed = all(
+        one.get("operator") == "In" and labels.get(one["key"]) in one["values"]
+        for one in selector.get("matchExpressions") or ()
+    )
     types = spec.get("policyTypes") or ["Ingress"]
-    return wanted.items() <= labels.items() and "Ingress" in types
+    return wanted.items() <= labels.items() and listed and "Ingress" in types
 
 
 def _kv_network(pod: Json) -> str:
@@ -690,18 +696,18 @@ async def _ask(channels: Channels, place: Where) -> WorkerDescription | None:
 
 
 def _models(known: Mapping[str, WorkerDescription]) -> list[str]:
-    """Tokenizers have no model digest."""
+    """Returns which workers of models of one name have others. Tokenizers have no model digest."""
     found = []
     for name in ("digest", "tokenizer_digest"):
-        groups: dict[str, list[str]] = defaultdict(list)
+        models: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for pod, one in sorted(known.items()):
             if one.model is not None and getattr(one.model, name):
-                groups[getattr(one.model, name)].append(pod)
-        if len(groups) > 1:
-            parts = [f"{digest[:12]} on {', '.join(pods)}" for digest, pods in groups.items()]
-            found.append(
-                f"{'model' if name == 'digest' else 'tokenizer'} {' against '.join(parts)}"
-            )
+                models[one.model.name][getattr(one.model, name)].append(pod)
+        what = "model" if name == "digest" else "tokenizer"
+        for groups in models.values():
+            if len(groups) > 1:
+                parts = [f"{digest[:12]} on {', '.join(pods)}" for digest, pods in groups.items()]
+                found.append(f"{what} {' against '.join(parts)}")
     return found
 
 
@@ -710,6 +716,8 @@ def _pairs(known: Mapping[str, WorkerDescription]) -> Sequence[str]:
     found: dict[str, str] = {}
     having = [(pod, one) for pod, one in sorted(known.items()) if one.layout is not None]
     for (pod, one), (other_pod, other) in combinations(having, 2):
+        if one.model and other.model and one.model.name != other.model.name:
+            continue
         text = difference(one.layout, one.transports, other.layout, other.transports)
         text = "; ".join(p for p in text.split("; ") if p and not p.startswith("model_digest"))
         if text:
@@ -774,7 +782,7 @@ def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Check]:
     if not namespace.replace("-", "").isalnum():
         raise InvalidArgument("must be a namespace's name", field="namespace")
     core = f"/api/v1/namespaces/{namespace}"
-    seen = api.get(f"{core}/pods", labelSelector=_selector(args.release))
+    seen = _ours(api.get(f"{core}/pods", labelSelector=_selector(args.release)))
     nodes = api.get("/api/v1/nodes")
     yield (
         "namespace",
@@ -794,7 +802,7 @@ def _of_api(api: Api, args: argparse.Namespace) -> Iterator[Check]:
     if args.image:
         yield "images", lambda: judge_images(args.image, nodes)
     if api.in_pod:
-        services = api.get(f"{core}/services", labelSelector=_selector(args.release)).items
+        services = _ours(api.get(f"{core}/services", labelSelector=_selector(args.release))).items
         yield from _of_pod(needs, [f"{one['metadata']['name']}.{namespace}" for one in services])
     events = api.get(f"{core}/events", fieldSelector="type=Warning")
     owners = _owners(api, namespace, args.release)
@@ -855,7 +863,11 @@ def _owners(api: Api, namespace: str, release: str) -> list[ApiAnswer]:
     """What makes pods of Baton. A kind that the cluster does not know has none."""
     groups = ("apps/v1", "deployments"), ("leaderworkerset.x-k8s.io/v1", "leaderworkersets")
     return [
-        api.get(f"/apis/{group}/namespaces/{namespace}/{kind}", labelSelector=_selector(release))
+        _ours(
+            api.get(
+                f"/apis/{group}/namespaces/{namespace}/{kind}", labelSelector=_selector(release)
+            )
+        )
         for group, kind in groups
     ]
 
@@ -921,10 +933,17 @@ def _ports(pod: Json) -> Iterator[int]:
                 yield int(port["containerPort"])
 
 
-def _component(pod: Json) -> str:
-    return str((pod["metadata"].get("labels") or {}).get("app.kubernetes.io/component", ""))
+def _component(each: Json) -> str:
+    """Returns the role of an object of the chart, whose component may begin with a model's key."""
+    labels = each["metadata"].get("labels") or {}
+    return str(labels.get("app.kubernetes.io/component", "")).rpartition("-")[2]
 
 
 def _selector(release: str) -> str:
-    one = f"app.kubernetes.io/instance={release}" if release else "app.kubernetes.io/name=baton"
-    return f"{one},app.kubernetes.io/component in ({','.join(COMPONENTS)})"
+    return f"app.kubernetes.io/instance={release}" if release else "app.kubernetes.io/name=baton"
+
+
+def _ours(answer: ApiAnswer) -> ApiAnswer:
+    """Leaves out what belongs to no component."""
+    items = [each for each in answer.items if _component(each) in COMPONENTS]
+    return ApiAnswer(answer.status, {**answer.body, "items": items})

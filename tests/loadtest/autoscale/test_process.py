@@ -68,6 +68,21 @@ def test_pools_that_may_be_empty_go_to_nothing_and_come_back() -> None:
     assert pools.sizes == {"prefill": 0, "decode": 1}
 
 
+def test_each_models_pools_follow_what_is_asked_for_it() -> None:
+    """Pools without a key are for whatever no other model is called."""
+    options = PlannerConfig(
+        release="baton",
+        scale=("decode=1:8", "large-prefill=0:8", "large-decode=0:8"),
+        models=("large=some/large",),
+    )
+    pools = InMemory({"decode": 1, "large-prefill": 1, "large-decode": 0})
+    one = Planner(options.pools(), pools, 60.0, dry_run=False, models=options.names())
+    asked = {("old", "decode"): 1.0, ("new", "decode"): 1.0}
+    one.look(0.0, Reading(1, {**asked, ("some/large", "decode"): 1.0}))
+    assert pools.sizes == {"decode": 2, "large-prefill": 1, "large-decode": 1}
+    assert pools.said[1] == "large-decode from 0 to 1: routers ask for 1"
+
+
 def test_a_dry_run_changes_nothing() -> None:
     pools = InMemory({"decode": 2})
     planner(pools, dry_run=True).look(0.0, reading(1, 4))
@@ -160,6 +175,8 @@ def test_routers_are_read_and_the_most_counts() -> None:
         ({"scale": ("tokenizer=1:2",)}, "scale"),
         ({"scale": ("decode=3:2",)}, "least"),
         ({"scale": ("decode=1:-2",)}, "scale"),
+        ({"scale": ("large-decode=1:2",)}, "scale"),
+        ({"scale": ("decode=1:2",), "models": ("large",)}, "models"),
         ({}, "scale"),
         ({"listen": "0.0.0.0:6443"}, "listen"),
         ({"scale": ("decode=1:2",), "tls_cert": "a", "tls_key": "b"}, "listen"),

@@ -16,8 +16,14 @@
 {{- end }}
 {{- end }}
 
+{{/* What the objects of a component are called; a pool of one of `models` has the model's key before its role. */}}
 {{- define "baton.componentName" -}}
-{{ include "baton.fullname" .root }}{{ with .component }}-{{ . }}{{ end }}
+{{ include "baton.fullname" .root }}{{ with include "baton.modelKey" . }}-{{ . }}{{ end }}{{ with .component }}-{{ . }}{{ end }}
+{{- end }}
+
+{{/* The same for what all models share: the account and the certificate of a role. */}}
+{{- define "baton.roleName" -}}
+{{ include "baton.componentName" (dict "root" (omit .root "modelKey") "component" .component) }}
 {{- end }}
 
 {{/* What never changes of a component: selectors are immutable. */}}
@@ -25,7 +31,7 @@
 app.kubernetes.io/name: {{ include "baton.name" .root }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{- with .component }}
-app.kubernetes.io/component: {{ . }}
+app.kubernetes.io/component: {{ with include "baton.modelKey" $ }}{{ . }}-{{ end }}{{ . }}
 {{- end }}
 {{- end }}
 

@@ -64,6 +64,11 @@ CACHE_GAPS = Spec(
 STANDBYS = Spec(
     "baton_standbys", "Ready workers that stand by, and whether they get work.", ("role", "state")
 )
+MODEL_WORKERS = Spec(
+    "baton_model_workers",
+    "Workers of a model that accept work; 0 too for a model of `model` that has none.",
+    ("model", "role"),
+)
 POOL_TARGETS = Spec(
     "baton_pool_target_workers",
     "How many workers the rule of core/scaling asks for, by what this router sees.",
@@ -127,6 +132,7 @@ def watch(
             for pool in fleet.pools
             for state, number in pool.states().items()
         },
+        MODEL_WORKERS: lambda: model_workers(fleet, config.model),
         STANDBYS: lambda: {
             (pool.role, state): number
             for pool in (fleet.prefills, fleet.decodes)
@@ -144,6 +150,14 @@ def watch(
     }
     stops = [gauge(spec, read, REGISTRY) for spec, read in readers.items()]
     return stops + [totals(spec, read, REGISTRY) for spec, read in counts.items()]
+
+
+def model_workers(fleet: Fleet, expected: Iterable[str]) -> dict[tuple[str, ...], float]:
+    """Returns how many workers serve, by model and role. expected: models that may have none."""
+    found = Counter[tuple[str, ...]](dict.fromkeys(((name, "decode") for name in expected), 0))
+    for pool in (fleet.prefills, fleet.decodes):
+        found.update((worker.model.name, pool.role) for worker in pool.serving())
+    return dict(found)
 
 
 def leaks(num_requests: int, held: Mapping[str, int]) -> dict[tuple[str, ...], float]:

@@ -38,6 +38,9 @@ spec:
             matchLabels:
               role: {{ .component }}
               service: {{ include "baton.routerMetrics" . }}
+              {{- if .root.Values.models }}
+              model: {{ include "baton.model.name" .root | quote }}
+              {{- end }}
         target:
           type: AverageValue
           averageValue: "1"
@@ -84,6 +87,18 @@ vllm:kv_cache_usage_perc
 {namespace="{{ .root.Release.Namespace }}",pod=~"{{ include "baton.componentName" . }}-.*"}
 {{- end }}
 
+{{/* What tells the series of a component's model from those of others, in PromQL: the release's own pools are for whatever
+no other model is called, as while another model takes the place of the release's. */}}
+{{- define "baton.ofModel" -}}
+{{- if .root.modelKey -}}
+,model={{ include "baton.model.name" .root | quote }}
+{{- else if .root.Values.models -}}
+{{- $others := list -}}
+{{- range rest (include "baton.models.names" .root | fromYamlArray) }}{{ $others = append $others (regexQuoteMeta .) }}{{ end -}}
+,model!~{{ join "|" $others | quote }}
+{{- end }}
+{{- end }}
+
 {{/* One trigger of KEDA: takes "query" and "threshold", which a pod's share is held against. */}}
 {{- define "baton.prometheusTrigger" -}}
 - type: prometheus
@@ -120,7 +135,7 @@ spec:
     {{- if $k.targetWorkers }}
     {{- /* Each router speaks for all of them; while one model takes another's place, both have workers. */}}
     {{- $series := include "baton.series" (dict "root" $.root "component" "router") | trimSuffix "}" }}
-    {{- $asked := printf "sum(max by (model) (baton_pool_target_workers%s,role=\"%s\"}))" $series $.component }}
+    {{- $asked := printf "sum(max by (model) (baton_pool_target_workers%s,role=\"%s\"%s}))" $series $.component (include "baton.ofModel" $) }}
     {{- include "baton.prometheusTrigger" (dict "root" $.root "query" $asked "threshold" "1") | nindent 4 }}
     {{- end }}
     {{- with $k.targetWaitingTokens }}

@@ -21,17 +21,24 @@
 {{- include "baton.checks.objects" . -}}
 {{- include "baton.checks.planner" . -}}
 {{- include "baton.checks.hostNetwork" . -}}
+{{- include "baton.checks.pools" . -}}
+{{- include "baton.checks.models" . -}}
+{{- end }}
+
+{{/* Of the pools of a root's model, and of routers. */}}
+{{- define "baton.checks.pools" -}}
+{{- $v := .Values -}}
 {{- range list "router" "tokenizer" "decode" "detokenizer" -}}
 {{- $c := index $v . -}}
 {{- if and (eq (int $c.replicaCount) 0) (not $c.autoscaling.enabled) (not $c.keda.enabled) -}}
-{{- fail (printf "%s.replicaCount must be 1 or more: nothing is answered without this pool. Only prefill may be 0." .) -}}
+{{- fail (printf "%s.replicaCount must be 1 or more: nothing is answered without this pool. Only prefill may be 0." (include "baton.at" (dict "root" $ "component" .))) -}}
 {{- end -}}
 {{- end -}}
 {{- range list "prefill" "decode" -}}
-{{- include "baton.checks.engine" (dict "root" $ "component" .) -}}
+{{- include "baton.checks.engine" (dict "root" $ "component" . "at" (include "baton.at" (dict "root" $ "component" .))) -}}
 {{- end -}}
 {{- range list "router" "tokenizer" "prefill" "decode" "detokenizer" -}}
-{{- include "baton.checks.scaling" (dict "root" $ "component" .) -}}
+{{- include "baton.checks.scaling" (dict "root" $ "component" . "at" (include "baton.at" (dict "root" $ "component" .))) -}}
 {{- end -}}
 {{- end }}
 
@@ -87,7 +94,7 @@
 {{- if and (eq $m.cache.type "hostPath") (not $m.cache.hostPath) -}}
 {{- fail (printf "%s.cache.hostPath is required with %s.cache.type=hostPath: a folder of each node." .at .at) -}}
 {{- end -}}
-{{- if and (eq $m.cache.type "pvc") (not (or $m.cache.claimName (and $m.cache.size (eq .at "model")))) -}}
+{{- if and (eq $m.cache.type "pvc") (not (or $m.cache.claimName .claim (and $m.cache.size (eq .at "model")))) -}}
 {{- fail (printf "%s.cache.type=pvc needs %s.cache.claimName%s." .at .at (ternary ", or model.cache.size of the one that the chart then makes" "" (eq .at "model"))) -}}
 {{- end -}}
 {{- if and $m.cache.size (not (include "baton.model.fetched" .root)) -}}
@@ -97,7 +104,7 @@
 {{- fail (printf "%s.cache.size is of an emptyDir, or of a claim that the chart makes: a folder of the node or a claim of your own has its size." .at) -}}
 {{- end -}}
 {{- if and $m.cache.type (eq $m.source "bundled") -}}
-{{- fail "model.cache.type is of no use with model.source=bundled: that model is in every image." -}}
+{{- fail (printf "%s.cache.type is of no use with %s.source=bundled: that model is in every image." .at .at) -}}
 {{- end -}}
 {{- end }}
 
@@ -115,7 +122,7 @@
 {{- if gt (int $e.gpu.count) 1 -}}
 {{- fail (printf "encode.gpu.count is %d: a worker computes on one GPU. Have more pods." (int $e.gpu.count)) -}}
 {{- end -}}
-{{- include "baton.checks.scaling" (dict "root" $ "component" "encode") -}}
+{{- include "baton.checks.scaling" (dict "root" $ "component" "encode" "at" "encode") -}}
 {{- end -}}
 {{- end }}
 
@@ -124,11 +131,12 @@
 {{- $v := .Values -}}
 {{- if $v.networkPolicy.enabled -}}
 {{- range concat (list "tokenizer" "prefill" "decode" "detokenizer") (ternary (list "encode") list $v.encode.enabled) -}}
+{{- $at := include "baton.at" (dict "root" $ "component" .) -}}
 {{- if and (index $v .).hostNetwork (not (or $v.tls.internal.enabled $v.auth.allowAnonymousWorkers)) -}}
-{{- fail (printf "%s.hostNetwork: no NetworkPolicy covers a pod in its node's network, so nothing keeps strangers from it. Set tls.internal.enabled=true, or auth.allowAnonymousWorkers=true if all of that network is trusted." .) -}}
+{{- fail (printf "%s.hostNetwork: no NetworkPolicy covers a pod in its node's network, so nothing keeps strangers from it. Set tls.internal.enabled=true, or auth.allowAnonymousWorkers=true if all of that network is trusted." $at) -}}
 {{- end -}}
 {{- if and (index $v .).hostNetwork $v.networkPolicy.egress (not $v.router.networkPolicy.extraEgress) -}}
-{{- fail (printf "%s.hostNetwork with networkPolicy.egress needs router.networkPolicy.extraEgress with the nodes' addresses: no policy can name a pod in its node's network." .) -}}
+{{- fail (printf "%s.hostNetwork with networkPolicy.egress needs router.networkPolicy.extraEgress with the nodes' addresses: no policy can name a pod in its node's network." $at) -}}
 {{- end -}}
 {{- if and $v.router.hostNetwork (not (index $v .).hostNetwork) (not (index $v .).networkPolicy.extraIngress) -}}
 {{- fail (printf "router.hostNetwork with networkPolicy.enabled needs %s.networkPolicy.extraIngress with the nodes' addresses: its policy cannot tell a router in its node's network from others there." .) -}}
@@ -143,67 +151,73 @@
 {{- define "baton.checks.engine" -}}
 {{- $c := index .root.Values .component -}}
 {{- if and $c.gpu.count (contains "engine-cpu" (include "baton.repository" .)) -}}
-{{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .component (int $c.gpu.count) .component $c.image.repository) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.image.repository is %s, which cannot use a GPU. Leave the repository empty, or name one with CUDA." .at (int $c.gpu.count) .at $c.image.repository) -}}
 {{- end -}}
 {{- $machines := int $c.machines.count -}}
 {{- $stages := int ($c.config.pipeline_parallel | default 1) -}}
 {{- if mod $stages $machines -}}
-{{- fail (printf "%s.machines.count is %d, but %s.config.pipeline_parallel is %d: machines share out stages, and each has as many." .component $machines .component $stages) -}}
+{{- fail (printf "%s.machines.count is %d, but %s.config.pipeline_parallel is %d: machines share out stages, and each has as many." .at $machines .at $stages) -}}
 {{- end -}}
 {{- if and $c.machines.rayAddress (eq $machines 1) -}}
-{{- fail (printf "%s.machines.rayAddress needs %s.machines.count above 1: Ray places the other machines of a worker." .component .component) -}}
+{{- fail (printf "%s.machines.rayAddress needs %s.machines.count above 1: Ray places the other machines of a worker." .at .at) -}}
 {{- end -}}
 {{- if and $c.machines.rayAddress (not $c.image.repository) -}}
-{{- fail (printf "%s.machines.rayAddress needs %s.image.repository: an image of yours with Ray in it, for Baton's own have none." .component .component) -}}
+{{- fail (printf "%s.machines.rayAddress needs %s.image.repository: an image of yours with Ray in it, for Baton's own have none." .at .at) -}}
 {{- end -}}
 {{- if and (gt $machines 1) (not $c.machines.tokenSecret) (not $c.machines.rayAddress) -}}
-{{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more; or %s.machines.rayAddress." .component $machines .component .component) -}}
+{{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more; or %s.machines.rayAddress." .at $machines .at .at) -}}
 {{- end -}}
 {{- $ranks := div (mul ($c.config.tensor_parallel | default 1) $stages) $machines | int -}}
 {{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}
-{{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks of a machine (tensor_parallel x pipeline_parallel / machines.count): each computes on one GPU." .component (int $c.gpu.count) .component $ranks) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks of a machine (tensor_parallel x pipeline_parallel / machines.count): each computes on one GPU." .at (int $c.gpu.count) .at $ranks) -}}
 {{- end -}}
 {{- if and (gt (int $c.gpu.count) 1) (or (contains "/mig-" $c.gpu.resource) (and $c.gpu.dra.enabled (hasPrefix "mig." $c.gpu.dra.deviceClassName))) -}}
-{{- fail (printf "%s.gpu.count is %d, of MIG slices: ranks cannot add up their results between slices. Have one slice a pod, and more pods." .component (int $c.gpu.count)) -}}
+{{- fail (printf "%s.gpu.count is %d, of MIG slices: ranks cannot add up their results between slices. Have one slice a pod, and more pods." .at (int $c.gpu.count)) -}}
 {{- end -}}
 {{- if and $c.gpu.dra.enabled (not $c.gpu.count) -}}
-{{- fail (printf "%s.gpu.dra.enabled needs %s.gpu.count: how many devices to claim." .component .component) -}}
+{{- fail (printf "%s.gpu.dra.enabled needs %s.gpu.count: how many devices to claim." .at .at) -}}
 {{- end -}}
 {{- if and $c.gpu.dra.enabled (semverCompare "<1.33-0" .root.Capabilities.KubeVersion.Version) -}}
-{{- fail (printf "%s.gpu.dra.enabled takes Kubernetes 1.33 or newer, and this is %s." .component .root.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "%s.gpu.dra.enabled takes Kubernetes 1.33 or newer, and this is %s." .at .root.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
 {{- if ne (empty $c.hugepages.size) (empty $c.hugepages.amount) -}}
-{{- fail (printf "%s.hugepages.size and %s.hugepages.amount belong together: say both, or neither." .component .component) -}}
+{{- fail (printf "%s.hugepages.size and %s.hugepages.amount belong together: say both, or neither." .at .at) -}}
 {{- end -}}
 {{- if and $c.gpu.count (eq ($c.config.device | default "auto") "cpu") -}}
-{{- fail (printf "%s.gpu.count is %d, but %s.config.device is cpu: the GPU would idle." .component (int $c.gpu.count) .component) -}}
+{{- fail (printf "%s.gpu.count is %d, but %s.config.device is cpu: the GPU would idle." .at (int $c.gpu.count) .at) -}}
 {{- end -}}
 {{- if and (not $c.gpu.count) (not (has ($c.config.device | default "auto") (list "auto" "cpu"))) -}}
-{{- fail (printf "%s.config.device is %s, but %s.gpu.count is 0." .component $c.config.device .component) -}}
+{{- fail (printf "%s.config.device is %s, but %s.gpu.count is 0." .at $c.config.device .at) -}}
 {{- end -}}
 {{- if and $c.rdma.enabled (eq (include "baton.kvNetwork" .root) "local") -}}
-{{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .component) -}}
+{{- fail (printf "%s.rdma.enabled contradicts kv.network=local: KV would stay on its node." .at) -}}
 {{- end -}}
 {{- end }}
 
 {{- define "baton.checks.scaling" -}}
 {{- $c := index .root.Values .component -}}
 {{- if and $c.autoscaling.enabled $c.keda.enabled -}}
-{{- fail (printf "%s.keda.enabled contradicts %s.autoscaling.enabled: two autoscalers would fight over one pool." .component .component) -}}
+{{- fail (printf "%s.keda.enabled contradicts %s.autoscaling.enabled: two autoscalers would fight over one pool." .at .at) -}}
+{{- end -}}
+{{- if and .root.Values.models $c.keda.enabled $c.keda.targetWaitingTokens -}}
+{{- fail (printf "%s.keda.targetWaitingTokens does not know models apart, as what waits in routers counts for all: with models, use targetWorkers." .at) -}}
+{{- end -}}
+{{- if and .root.Values.models $c.autoscaling.enabled $c.autoscaling.targetWorkers (not (regexMatch "^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$" (include "baton.model.name" .root))) -}}
+{{- fail (printf "%s.autoscaling.targetWorkers with models needs a model.name that is a label's value, which %s is not: up to 63 letters, digits, dots, dashes and underscores. Or use keda, or planner.scale." .at (include "baton.model.name" .root)) -}}
 {{- end -}}
 {{- if and $c.keda.enabled (eq (int $c.keda.minReplicas) 0) (ne .component "prefill") (not (and (eq .component "decode") .root.Values.router.config.idle_timeout_s)) -}}
-{{- fail (printf "%s.keda.minReplicas must be 1 or more: nothing is answered without this pool. Only prefill may be 0, and decode with router.config.idle_timeout_s." .component) -}}
+{{- fail (printf "%s.keda.minReplicas must be 1 or more: nothing is answered without this pool. Only prefill may be 0, and decode with router.config.idle_timeout_s." .at) -}}
 {{- end -}}
 {{- range list "autoscaling" "keda" -}}
 {{- $s := index $c . -}}
 {{- if and $s.enabled (lt (int $s.maxReplicas) (int $s.minReplicas)) -}}
-{{- fail (printf "%s.%s.maxReplicas is %d, less than minReplicas, which is %d." $.component . (int $s.maxReplicas) (int $s.minReplicas)) -}}
+{{- fail (printf "%s.%s.maxReplicas is %d, less than minReplicas, which is %d." $.at . (int $s.maxReplicas) (int $s.minReplicas)) -}}
 {{- end -}}
 {{- if and $s.enabled (not (or $s.targetCPU $s.targetWorkers $s.targetWaitingTokens $s.targetKvUse $s.metrics $s.triggers)) -}}
-{{- fail (printf "%s.%s.enabled needs something to scale by: no target is above 0, and no metric of your own is given." $.component .) -}}
+{{- fail (printf "%s.%s.enabled needs something to scale by: no target is above 0, and no metric of your own is given." $.at .) -}}
 {{- end -}}
 {{- if and $s.enabled $s.targetWorkers (hasKey $.root.Values.router.config "target_first_token_ms") (not $.root.Values.router.config.target_first_token_ms) -}}
-{{- fail (printf "%s.%s.targetWorkers needs router.config.target_first_token_ms above 0: with 0 routers ask for no number of workers." $.component .) -}}
+{{- fail (printf "%s.%s.targetWorkers needs router.config.target_first_token_ms above 0: with 0 routers ask for no number of workers." $.at .) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

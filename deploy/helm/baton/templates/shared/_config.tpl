@@ -31,8 +31,9 @@ detokenizers: {{ include "baton.pool" (dict "root" .root "component" "detokenize
 encodes: {{ include "baton.pool" (dict "root" .root "component" "encode") }}
 {{- end }}
 routers: {{ include "baton.pool" . }}
-{{- if or $v.router.config.idle_timeout_s $v.router.config.model_aliases }}
-model: {{ include "baton.model.name" .root | quote }}
+{{- if or $v.models $v.router.config.idle_timeout_s $v.router.config.model_aliases }}
+model:
+  {{- include "baton.models.names" .root | nindent 2 }}
 {{- end }}
 {{- if $v.auth.keysSecret }}
 keys: /etc/baton/keys/{{ $v.auth.keysSecretKey }}

@@ -18,7 +18,7 @@ well. Kubernetes counts the preStop sleep, too.
 {{- $needed := include "baton.leaving" . | int -}}
 {{- $given := int $c.terminationGracePeriodSeconds -}}
 {{- if and $given (lt $given $needed) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds is %d, but leaving takes up to %d s with this configuration: preStop, drain and a margin of 10 s. Give at least that, or 0 for as much as is needed." .component $given $needed) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds is %d, but leaving takes up to %d s with this configuration: preStop, drain and a margin of 10 s. Give at least that, or 0 for as much as is needed." (include "baton.at" .) $given $needed) -}}
 {{- end -}}
 {{- default $needed $given -}}
 {{- end }}

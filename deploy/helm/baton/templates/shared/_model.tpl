@@ -10,6 +10,11 @@ should be when the volume is slower than the node's own disk. Tokenizer and deto
 {{- if or (eq $m.source "hub") (and (ne $m.source "bundled") $m.cache.type) }}true{{ end }}
 {{- end }}
 
+{{/* Whether a component's pods fetch their model. */}}
+{{- define "baton.fetches" -}}
+{{- if ne .component "router" }}{{ include "baton.model.fetched" .root }}{{ end }}
+{{- end }}
+
 {{/* The model's folder on its own volume, below where that is mounted. */}}
 {{- define "baton.model.below" -}}
 {{- $m := .Values.model -}}

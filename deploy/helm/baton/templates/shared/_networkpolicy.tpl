@@ -5,8 +5,7 @@ listens on ports of its own choice. A network policy does not see RDMA. Probes c
 
 {{- define "baton.peer" -}}
 - podSelector:
-    matchLabels:
-      {{- include "baton.selectorLabels" . | nindent 6 }}
+    {{- include "baton.selector" . | nindent 4 }}
 {{- end }}
 
 {{- define "baton.engines" -}}
@@ -24,8 +23,7 @@ metadata:
   {{- include "baton.metadata" . | nindent 2 }}
 spec:
   podSelector:
-    matchLabels:
-      {{- include "baton.selectorLabels" . | nindent 6 }}
+    {{- include "baton.selector" . | nindent 4 }}
   policyTypes: [Ingress{{ if $n.egress }}, Egress{{ end }}]
   ingress:
     {{- if eq .component "router" }}
@@ -47,7 +45,7 @@ spec:
     - from:
         {{- include "baton.engines" . | nindent 8 }}
     {{- end }}
-    {{- if include "baton.isGroup" . }}
+    {{- if include "baton.ofAnyModel" (merge (dict "asked" "baton.isGroup") .) }}
     - from:
         {{- include "baton.peer" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 8 }}
     {{- end }}
@@ -79,7 +77,7 @@ and that ask nobody who they are. Which group a pod is of, no policy can say.
 */}}
 {{- define "baton.ranksNetworkpolicy" -}}
 {{- $n := .root.Values.networkPolicy -}}
-{{- if and $n.enabled (include "baton.isGroup" .) }}
+{{- if and $n.enabled (include "baton.ofAnyModel" (merge (dict "asked" "baton.isGroup") .)) }}
 ---
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -87,8 +85,7 @@ metadata:
   {{- include "baton.metadata" (merge (dict "suffix" "ranks") .) | nindent 2 }}
 spec:
   podSelector:
-    matchLabels:
-      {{- include "baton.selectorLabels" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 6 }}
+    {{- include "baton.selector" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 4 }}
   policyTypes: [Ingress{{ if $n.egress }}, Egress{{ end }}]
   ingress:
     - from:
@@ -101,7 +98,7 @@ spec:
     - ports:
         - {port: 53, protocol: UDP}
         - {port: 53, protocol: TCP}
-        {{- if include "baton.model.fetched" .root }}
+        {{- if include "baton.ofAnyModel" (merge (dict "asked" "baton.fetches") .) }}
         - {port: 443, protocol: TCP}
         {{- end }}
     {{- with (index .root.Values .component).networkPolicy.extraEgress }}
@@ -135,11 +132,12 @@ spec:
 {{- else if include "baton.isEngine" . -}}
 - to:
     {{- include "baton.engines" . | nindent 4 }}
-    {{- if include "baton.isGroup" . }}
+    {{- if include "baton.ofAnyModel" (merge (dict "asked" "baton.isGroup") .) }}
     {{- include "baton.peer" (dict "root" .root "component" (printf "%s-ranks" .component)) | nindent 4 }}
     {{- end }}
 {{- end }}
-{{- if and (ne .component "router") (include "baton.model.fetched" .root) }}
+{{- $fetches := include "baton.ofAnyModel" (merge (dict "asked" "baton.fetches") .) }}
+{{- if $fetches }}
 {{- /* Whoever fetches the model. */}}
 - ports:
     - {port: 53, protocol: UDP}
@@ -149,7 +147,7 @@ spec:
 {{- with $c.networkPolicy.extraEgress }}
 {{ toYaml . }}
 {{- end }}
-{{- if and (has .component (list "tokenizer" "detokenizer" "encode")) (not (include "baton.model.fetched" .root)) (not $c.networkPolicy.extraEgress) }}
+{{- if and (has .component (list "tokenizer" "detokenizer" "encode")) (not $fetches) (not $c.networkPolicy.extraEgress) }}
 []
 {{- end }}
 {{- end }}

@@ -181,7 +181,7 @@ livenessProbe:
 {{- end }}
 
 {{- define "baton.tlsSecret" -}}
-{{- index .root.Values.tls.internal.secretNames .component | default (printf "%s-tls" (include "baton.componentName" .)) }}
+{{- index .root.Values.tls.internal.secretNames .component | default (printf "%s-tls" (include "baton.roleName" .)) }}
 {{- end }}
 
 {{- define "baton.podAnnotations" -}}
@@ -230,6 +230,9 @@ metadata:
   labels:
     {{- include "baton.selectorLabels" (dict "root" .root "component" (include "baton.podComponent" .)) | nindent 4 }}
     app.kubernetes.io/part-of: baton
+    {{- if not .ranks }}
+    baton.internal/role: {{ .component }}
+    {{- end }}
     {{- with $c.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -238,7 +241,7 @@ metadata:
     {{- . | nindent 4 }}
   {{- end }}
 spec:
-  serviceAccountName: {{ include "baton.componentName" . }}
+  serviceAccountName: {{ include "baton.roleName" . }}
   automountServiceAccountToken: {{ eq .component "router" }}
   {{- /* Names of other Services are no business of a process, and would look like its configuration. */}}
   enableServiceLinks: false

@@ -21,7 +21,7 @@ spec:
   clusterIP: None
   {{- end }}
   selector:
-    {{- include "baton.selectorLabels" . | nindent 4 }}
+    {{- include "baton.serviceSelector" . | nindent 4 }}
   ports:
     - name: grpc
       port: 50051
