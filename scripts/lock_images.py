@@ -71,7 +71,7 @@ class Pin:
 
 
 IMAGES = {
-    "cpu": Image(extras=("k8s", "otel", "vllm")),
+    "cpu": Image(extras=("otel", "vllm")),
     "engine-cpu": Image(("engine", "otel"), "=={}+cpu", frozenset({"nixl-cu13"})),
     # Exactly this version and no local one: torch's own wheel for CUDA 13.
     "engine-gpu": Image(("engine", "otel"), "==={}", frozenset({"nixl-cu12"})),

@@ -1,4 +1,4 @@
-"""What the planner asks of the cluster's API, with the `kubernetes` client (`batonlm[k8s]`).
+"""What the planner asks of the cluster's API (`rpc/kubernetes_api.py`).
 
 Each call has a deadline. Failures are raised as Unavailable, without what the server said.
 """
@@ -6,21 +6,23 @@ Each call has a deadline. Failures are raised as Unavailable, without what the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from baton_loadtest.autoscale.metrics_api import FrontProxy
 from batonlm.core.errors import InvalidArgument, Unavailable, install
 from batonlm.router.workers.discovery_k8s import answers, endpoints
+from batonlm.rpc.kubernetes_api import KubernetesApi, NoAnswer, open_api
 
 CALL_S = 10.0
+"""To connect, and between two parts of an answer."""
 METRICS_PORT = "9090"
 LEASE_S = 30
 """A leader that has not renewed its lease for so long is taken to be gone."""
-_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+CONFLICT, NOT_FOUND = 409, 404
+
+Json = dict[str, Any]
 
 
 class Cluster:
@@ -30,89 +32,62 @@ class Cluster:
         """release: what names of its objects begin with. identity: of this process, for the lease.
         Raises InvalidArgument outside of a cluster without a kubeconfig."""
         try:
-            import kubernetes
+            self._api: KubernetesApi = open_api()
         except ImportError:
             raise InvalidArgument(f"needs the Kubernetes client: {install('k8s')}") from None
-        # Its parts are typed, but not as what the API answers.
-        client: Any = kubernetes.client
-        config: Any = kubernetes.config
-        made = client.Configuration()
-        try:
-            config.load_incluster_config(client_configuration=made)
-            self.namespace = _NAMESPACE.read_text().strip()
-        except (config.ConfigException, OSError):
-            try:
-                config.load_kube_config(client_configuration=made)
-                _, context = config.list_kube_config_contexts()
-            except config.ConfigException:
-                raise InvalidArgument(
-                    "needs a cluster: this is no pod, and there is no usable kubeconfig"
-                ) from None
-            self.namespace = str(context["context"].get("namespace") or "default")
+        except ValueError:
+            raise InvalidArgument(
+                "needs a cluster: this is no pod, and there is no usable kubeconfig"
+            ) from None
+        self.namespace = self._api.namespace
         self._release, self._identity = release, identity
-        # The client refuses lists that are null, which a Service without pods has.
-        made.client_side_validation = False
-        api = self._api = client.ApiClient(made)
-        self._client = client
-        self._core, self._apps = client.CoreV1Api(api), client.AppsV1Api(api)
-        self._slices, self._leases = client.DiscoveryV1Api(api), client.CoordinationV1Api(api)
-        self._scalers = client.AutoscalingV2Api(api)
 
     def routers(self) -> list[str]:
         """Returns host:port of the metrics of every ready router. Raises Unavailable."""
-        selector = f"kubernetes.io/service-name={self._release}-router"
-        with _asked("endpointslices"):
-            answer = self._slices.list_namespaced_endpoint_slice(
-                self.namespace,
-                label_selector=selector,
-                _request_timeout=CALL_S,
-            )
-            slices = self._api.sanitize_for_serialization(answer)["items"]
+        _, found = self._ask(
+            "endpointslices",
+            "GET",
+            self._path("discovery.k8s.io/v1", "endpointslices"),
+            query={"labelSelector": f"kubernetes.io/service-name={self._release}-router"},
+        )
+        slices = found.get("items") or ()
         return [each.address for each in endpoints(slices, METRICS_PORT) if answers(each)]
 
     def front_proxy(self) -> FrontProxy:
         """Returns whom the API server's proxy may be. Raises Unavailable."""
-        with _asked("the API server's front proxy"):
-            found = self._core.read_namespaced_config_map(
-                "extension-apiserver-authentication", "kube-system", _request_timeout=CALL_S
-            ).data
-            names = json.loads(found.get("requestheader-allowed-names") or "[]")
-            return FrontProxy(found["requestheader-client-ca-file"], names)
+        what = "the API server's front proxy"
+        path = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
+        _, found = self._ask(what, "GET", path)
+        try:
+            data = found["data"]
+            names = json.loads(data.get("requestheader-allowed-names") or "[]")
+            return FrontProxy(data["requestheader-client-ca-file"], names)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unusable(what) from error
 
-    def size(self, role: str) -> int:
+    def size(self, pool: str) -> int:
         """Returns how many pods a pool is told to have. Raises Unavailable."""
-        with _asked(f"the size of {role}"):
-            scale = self._apps.read_namespaced_deployment_scale(
-                f"{self._release}-{role}", self.namespace, _request_timeout=CALL_S
-            )
-            return int(scale.spec.replicas or 0)
+        _, scale = self._ask(f"the size of {pool}", "GET", self._scale(pool))
+        return _replicas(scale, pool)
 
-    def resize(self, role: str, before: int, after: int, why: str) -> bool:
+    def resize(self, pool: str, before: int, after: int, why: str) -> bool:
         """Tells a pool to have another size, and says why in an Event; False when it has not the
         size `before` any more. Raises Unavailable."""
-        name = f"{self._release}-{role}"
-        with _asked(f"another size of {role}"):
-            scale = self._apps.read_namespaced_deployment_scale(
-                name, self.namespace, _request_timeout=CALL_S
-            )
-            if int(scale.spec.replicas or 0) != before:
-                return False
-            # With the version that was read: whoever was quicker wins.
-            scale.spec.replicas = after
-            try:
-                self._apps.replace_namespaced_deployment_scale(
-                    name, self.namespace, scale, _request_timeout=CALL_S
-                )
-            except self._client.ApiException as error:
-                if error.status == 409:
-                    return False
-                raise
-        self.note(role, "Scaled", why)
+        what, path = f"another size of {pool}", self._scale(pool)
+        _, scale = self._ask(what, "GET", path)
+        if _replicas(scale, pool) != before:
+            return False
+        # With the version that was read: whoever was quicker wins.
+        scale["spec"] = {"replicas": after}
+        status, _ = self._ask(what, "PUT", path, body=scale, may=(CONFLICT,))
+        if status == CONFLICT:
+            return False
+        self.note(pool, "Scaled", why)
         return True
 
-    def note(self, role: str, reason: str, text: str) -> None:
+    def note(self, pool: str, reason: str, text: str) -> None:
         """Leaves an Event at a pool's Deployment. Raises Unavailable."""
-        name, now = f"{self._release}-{role}", datetime.now(UTC)
+        name, now = f"{self._release}-{pool}", datetime.now(UTC).isoformat(timespec="seconds")
         event = {
             "apiVersion": "v1",
             "kind": "Event",
@@ -127,84 +102,107 @@ class Cluster:
             "reason": reason,
             "message": text[:1000],
             "source": {"component": "baton-planner"},
-            "firstTimestamp": now.isoformat(timespec="seconds"),
-            "lastTimestamp": now.isoformat(timespec="seconds"),
+            "firstTimestamp": now,
+            "lastTimestamp": now,
             "count": 1,
         }
-        with _asked("an event"):
-            self._core.create_namespaced_event(self.namespace, event, _request_timeout=CALL_S)
+        self._ask("an event", "POST", self._path("v1", "events"), body=event)
 
     def autoscaled(self) -> dict[str, str]:
         """Returns the name of the HPA by the Deployment that it scales; KEDA makes HPAs, too.
         Raises Unavailable."""
-        with _asked("autoscalers"):
-            found = self._scalers.list_namespaced_horizontal_pod_autoscaler(
-                self.namespace, _request_timeout=CALL_S
-            )
-            return {
-                one.spec.scale_target_ref.name: one.metadata.name
-                for one in found.items
-                if one.spec.scale_target_ref.kind == "Deployment"
-            }
+        _, found = self._ask(
+            "autoscalers", "GET", self._path("autoscaling/v2", "horizontalpodautoscalers")
+        )
+        scaled = {}
+        for one in found.get("items") or ():
+            target = one["spec"]["scaleTargetRef"]
+            if target["kind"] == "Deployment":
+                scaled[str(target["name"])] = str(one["metadata"]["name"])
+        return scaled
 
     def leads(self) -> bool:
         """Takes or renews the lease; whether this process has it now. Raises Unavailable."""
         name, now = f"{self._release}-planner", datetime.now(UTC)
-        with _asked("the lease"):
-            try:
-                lease = self._leases.read_namespaced_lease(
-                    name, self.namespace, _request_timeout=CALL_S
-                )
-            except self._client.ApiException as error:
-                if error.status != 404:
-                    raise
-                spec = self._client.V1LeaseSpec(
-                    holder_identity=self._identity,
-                    lease_duration_seconds=LEASE_S,
-                    renew_time=now,
-                    acquire_time=now,
-                )
-                metadata = self._client.V1ObjectMeta(name=name)
-                body = self._client.V1Lease(metadata=metadata, spec=spec)
-                return self._won(
-                    lambda: self._leases.create_namespaced_lease(
-                        self.namespace, body, _request_timeout=CALL_S
-                    )
-                )
-            spec = lease.spec
-            mine = spec.holder_identity == self._identity
-            fresh = spec.renew_time and now - spec.renew_time < timedelta(seconds=LEASE_S)
-            if not mine and spec.holder_identity and fresh:
+        leases = self._path("coordination.k8s.io/v1", "leases")
+        status, lease = self._ask("the lease", "GET", f"{leases}/{name}", may=(NOT_FOUND,))
+        stamp = now.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        if status == NOT_FOUND:
+            made = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": {"name": name},
+                "spec": {
+                    "holderIdentity": self._identity,
+                    "leaseDurationSeconds": LEASE_S,
+                    "renewTime": stamp,
+                    "acquireTime": stamp,
+                },
+            }
+            status, _ = self._ask("the lease", "POST", leases, body=made, may=(CONFLICT,))
+            return status != CONFLICT
+        spec = lease.setdefault("spec", {})
+        holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
+        if holder != self._identity:
+            if holder and _is_fresh(renewed, now):
                 return False
-            if not mine:
-                spec.holder_identity, spec.acquire_time = self._identity, now
-                spec.lease_transitions = (spec.lease_transitions or 0) + 1
-            spec.renew_time = now
-            return self._won(
-                lambda: self._leases.replace_namespaced_lease(
-                    name, self.namespace, lease, _request_timeout=CALL_S
-                )
-            )
+            spec["holderIdentity"], spec["acquireTime"] = self._identity, stamp
+            spec["leaseTransitions"] = (spec.get("leaseTransitions") or 0) + 1
+        spec["renewTime"] = stamp
+        status, _ = self._ask("the lease", "PUT", f"{leases}/{name}", body=lease, may=(CONFLICT,))
+        return status != CONFLICT
 
-    def _won(self, write: Any) -> bool:
+    def _path(self, group: str, kind: str) -> str:
+        root = "/api" if group == "v1" else "/apis"
+        return f"{root}/{group}/namespaces/{self.namespace}/{kind}"
+
+    def _scale(self, pool: str) -> str:
+        return f"{self._path('apps/v1', 'deployments')}/{self._release}-{pool}/scale"
+
+    def _ask(
+        self,
+        what: str,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        may: Collection[int] = (),
+    ) -> tuple[int, Json]:
+        """Returns the status and the body. may: refusals that are answers. Raises Unavailable."""
         try:
-            write()
-        except self._client.ApiException as error:
-            if error.status == 409:
-                return False
-            raise
-        return True
+            answer = self._api.request(method, path, query or {}, (CALL_S, CALL_S), body)
+            try:
+                text = b"".join(answer.parts())
+            finally:
+                answer.close()
+        except NoAnswer as error:
+            raise _unusable(what) from error
+        if answer.status >= 300 and answer.status not in may:
+            raise Unavailable(f"The cluster's API answers {answer.status} about {what}.")
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise _unusable(what) from error
+        if not isinstance(found, dict):
+            raise _unusable(what)
+        return answer.status, found
 
 
-@contextmanager
-def _asked(what: str) -> Iterator[None]:
-    """Turns every failure of a call into Unavailable."""
-    import urllib3
-    from kubernetes.client import ApiException
+def _unusable(what: str) -> Unavailable:
+    return Unavailable(f"The cluster's API cannot be asked about {what}.")
 
+
+def _replicas(scale: Json, pool: str) -> int:
+    spec = scale.get("spec")
+    if not isinstance(spec, dict):
+        raise _unusable(f"the size of {pool}")
+    # The API leaves out a size of 0.
+    return int(spec.get("replicas") or 0)
+
+
+def _is_fresh(renewed: object, now: datetime) -> bool:
     try:
-        yield
-    except ApiException as error:
-        raise Unavailable(f"The cluster's API answers {error.status} about {what}.") from error
-    except (urllib3.exceptions.HTTPError, OSError, ValueError, KeyError, TypeError) as error:
-        raise Unavailable(f"The cluster's API cannot be asked about {what}.") from error
+        return now - datetime.fromisoformat(str(renewed)) < timedelta(seconds=LEASE_S)
+    except (ValueError, TypeError):
+        return False

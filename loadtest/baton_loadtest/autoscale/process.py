@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_loadtest.autoscale.cluster import Cluster
 from baton_loadtest.autoscale.decide import PoolPlan, PoolPolicy
 from baton_loadtest.autoscale.forecast import BUCKET_S, Forecast
 from baton_loadtest.autoscale.metrics_api import MetricsApi, MetricsServer
@@ -46,7 +47,13 @@ class PlannerConfig:
     tls_cert: str = option("", "PEM file: the certificate of listen", unit="file")
     tls_key: str = option("", "PEM file: its key", unit="file")
     scale: tuple[str, ...] = option(
-        (), "pools that it scales itself, as role=least:most (prefill=1:8); empty: none"
+        (),
+        "pools that it scales itself, as role=least:most (prefill=1:8), with the key of one of "
+        "`models` before the role (large-decode=0:4); empty: none",
+    )
+    models: tuple[str, ...] = option(
+        (),
+        "models that have pools of their own, as key=name; pools without a key are for all others",
     )
     dry_run: bool = option(False, "only log what it would do")
     startup_s: float = option(
@@ -68,33 +75,52 @@ class PlannerConfig:
 
     def pools(self) -> dict[str, PoolPolicy]:
         """Returns the policy of each pool that is scaled. Raises InvalidArgument."""
-        found = {}
+        found, keys = {}, self.names().keys() | {""}
         for text in self.scale:
-            role, _, bounds = text.partition("=")
+            pool, _, bounds = text.partition("=")
             least, _, most = bounds.partition(":")
+            key, _, role = pool.rpartition("-")
             if role not in ROLES or not (least.isdecimal() and most.isdecimal()):
                 raise InvalidArgument(
                     f"{text!r} must be prefill=least:most or decode=least:most", field="scale"
                 )
-            found[role] = PoolPolicy(Bounds(int(least), min(MOST, int(most))), self.cool_down_s)
+            if key not in keys:
+                raise InvalidArgument(f"{text!r} is of a model that is not there", field="scale")
+            found[pool] = PoolPolicy(Bounds(int(least), min(MOST, int(most))), self.cool_down_s)
+        return found
+
+    def names(self) -> dict[str, str]:
+        """Returns the names of `models` by key. Raises InvalidArgument."""
+        found = {key: name for key, _, name in (text.partition("=") for text in self.models)}
+        if not all(key and name for key, name in found.items()):
+            raise InvalidArgument("must be key=name, …", field="models")
         return found
 
 
 class Pools(Protocol):
-    """The part of `Cluster` that sizes are read from and written to."""
+    """The part of `Cluster` that sizes are read from and written to. pool: a role, behind the key
+    of its model where it is one of `models`."""
 
-    def size(self, role: str) -> int: ...
+    def size(self, pool: str) -> int: ...
 
-    def resize(self, role: str, before: int, after: int, why: str) -> bool: ...
+    def resize(self, pool: str, before: int, after: int, why: str) -> bool: ...
 
 
 class Planner:
     """Scales pools by what routers ask for now and by what is forecast. Call `look` repeatedly."""
 
     def __init__(
-        self, policies: Mapping[str, PoolPolicy], pools: Pools, startup_s: float, *, dry_run: bool
+        self,
+        policies: Mapping[str, PoolPolicy],
+        pools: Pools,
+        startup_s: float,
+        *,
+        dry_run: bool,
+        models: Mapping[str, str] | None = None,
     ) -> None:
-        self._plans = {role: PoolPlan(policy) for role, policy in policies.items()}
+        """policies: by pool. models: names of models with pools of their own, by key."""
+        self._plans = {pool: PoolPlan(policy) for pool, policy in policies.items()}
+        self._models = dict(models or {})
         self._pools, self._startup_s, self._dry_run = pools, startup_s, dry_run
         self._arrivals = ArrivalRate()
         self._forecast = Forecast(max(BUCKET_S, startup_s))
@@ -108,11 +134,12 @@ class Planner:
         """Decides with this reading. now: seconds since the epoch. Raises Unavailable."""
         self.learn(self._arrivals.buckets(now, reading))
         growth, rate = self._growth(now)
-        for role, plan in self._plans.items():
-            asked = reading.target(role)
+        for pool, plan in self._plans.items():
+            key, _, role = pool.rpartition("-")
+            asked = reading.target(role, self._models.get(key, ""), self._models.values())
             if asked is None:
                 continue
-            size = self._pools.size(role)
+            size = self._pools.size(pool)
             # Half a worker more than routers ask for is none: they leave room already.
             need = round(asked * growth)
             reason = f"routers ask for {asked:.0f}"
@@ -122,12 +149,12 @@ class Planner:
                 )
             decision = plan.decide(now, size, need, reason)
             if decision.size == size:
-                log.debug("%s %s", role, decision.why)
+                log.debug("%s %s", pool, decision.why)
             elif self._dry_run:
-                log.info("would scale %s %s", role, decision.why)
-            elif self._pools.resize(role, size, decision.size, decision.why):
+                log.info("would scale %s %s", pool, decision.why)
+            elif self._pools.resize(pool, size, decision.size, decision.why):
                 plan.done(now, decision.size)
-                log.info("scaled %s %s", role, decision.why)
+                log.info("scaled %s %s", pool, decision.why)
 
     def _growth(self, now: float) -> tuple[float, float]:
         """Returns what is expected by the time that a new worker has started, by what comes now (1
@@ -162,20 +189,19 @@ class ArrivalRate:
 
 def run(options: PlannerConfig, stop: threading.Event) -> int:
     """Runs until `stop` is set. Raises BatonError for what is wrong at the start."""
-    # Imported here, because the client takes a second to load.
-    from baton_loadtest.autoscale.cluster import Cluster
-
     identity = os.environ.get("HOSTNAME", "planner")
     cluster = Cluster(options.release, identity)
     policies = options.pools()
     owners = cluster.autoscaled() if policies else {}
-    for role in policies:
-        owner = owners.get(f"{options.release}-{role}")
+    for pool in policies:
+        owner = owners.get(f"{options.release}-{pool}")
         if owner is not None:
             raise InvalidArgument(
-                f"{role} is scaled by the autoscaler {owner} already", field="scale"
+                f"{pool} is scaled by the autoscaler {owner} already", field="scale"
             )
-    planner = Planner(policies, cluster, options.startup_s, dry_run=options.dry_run)
+    planner = Planner(
+        policies, cluster, options.startup_s, dry_run=options.dry_run, models=options.names()
+    )
     api = MetricsApi(cluster.namespace, f"{options.release}-router-metrics")
     server = None
     if options.listen:
@@ -215,10 +241,10 @@ class Owned(Exception):
 def _refuse_owned(
     release: str, policies: Mapping[str, PoolPolicy], owners: Mapping[str, str]
 ) -> None:
-    for role in policies:
-        owner = owners.get(f"{release}-{role}")
+    for pool in policies:
+        owner = owners.get(f"{release}-{pool}")
         if owner is not None:
-            raise Owned(f"nothing is scaled while the autoscaler {owner} scales {role}, too")
+            raise Owned(f"nothing is scaled while the autoscaler {owner} scales {pool}, too")
 
 
 def main() -> int:
