@@ -17,7 +17,7 @@ import pytest
 from tests.k8s.charts import CHART
 from tests.k8s.cluster import Cluster
 from tests.k8s.disturbance import Reference, reference_of
-from tests.k8s.release import Release
+from tests.k8s.release import DISK_MIB, Release
 
 CPU_IMAGE = os.environ.get("BATON_IMAGE_CPU", "localhost/baton-cpu:dev")
 ENGINE_IMAGE = os.environ.get("BATON_IMAGE_ENGINE", "localhost/baton-engine-cpu:dev")
@@ -58,7 +58,11 @@ def release(cluster: Cluster) -> Iterator[Release]:
         cluster,
         CPU_IMAGE,
         ENGINE_IMAGE,
-        values={"prefill.config.transport": "nixl", "decode.config.transport": "nixl"},
+        values={
+            "prefill.config.transport": "nixl",
+            "decode.config.transport": "nixl",
+            "decode.resources.limits.ephemeral-storage": f"{DISK_MIB}Mi",
+        },
     )
     installed.install()
     yield installed

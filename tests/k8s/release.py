@@ -14,6 +14,8 @@ from tests.k8s.cluster import Cluster, Failed
 INSTALL_S = 300.0
 ROLLOUT_S = 180.0
 METRICS_PORT = 9090
+DISK_MIB = 64
+"""Of the node's disk, for each decode pod that has this limit."""
 
 # Printed by a pod about itself: the images have no tool that fetches.
 _SCRAPE = (
@@ -96,6 +98,17 @@ class Release:
                 "wait", f"pod/{pod}", f"--for={condition}", f"--timeout={ROLLOUT_S:.0f}s",
                 timeout_s=ROLLOUT_S + 10,
             )  # fmt: skip
+
+    def fill_disk(self, pod: str) -> None:
+        """Writes more than the pod's limit, and returns when the kubelet has evicted it."""
+        write = f"open('/tmp/full', 'wb').write(b'x' * {2 * DISK_MIB << 20})"
+        # It may end with the pod.
+        with suppress(Failed):
+            self.cluster.execute(pod, "python", "-c", write)
+        self.cluster.kubectl(
+            "wait", f"pod/{pod}", "--for=jsonpath={.status.phase}=Failed",
+            f"--timeout={ROLLOUT_S:.0f}s", timeout_s=ROLLOUT_S + 10,
+        )  # fmt: skip
 
     def last_end(self, pod: str) -> str:
         """Why the container's process before this one ended."""

@@ -1,4 +1,4 @@
-"""Pods that are taken away, replaced, or killed for their memory while clients ask."""
+"""Pods that are taken away, evicted, replaced, or killed for their memory while clients ask."""
 
 from __future__ import annotations
 
@@ -77,4 +77,18 @@ async def test_a_container_is_killed_for_its_memory(
         await asyncio.to_thread(release.take_all_memory, victim)
         await load.more(SETTLED_STREAMS)
         assert release.last_end(victim) == "OOMKilled"
+    load.tally.check(at_least=2 * SETTLED_STREAMS)
+
+
+async def test_the_kubelet_evicts_a_pod_that_fills_its_node(
+    release: Release, reference: Reference
+) -> None:
+    """For more of the node's disk than it may have, at once and without asking."""
+    async with loaded(release, reference) as load:
+        victim = release.pod_names("decode")[0]
+        await asyncio.to_thread(release.fill_disk, victim)
+        await asyncio.to_thread(release.rolled_out, "decode")
+        await load.more(SETTLED_STREAMS)
+    assert release.cluster.get("pod", victim)["status"]["reason"] == "Evicted"
+    release.cluster.kubectl("delete", "pod", victim)
     load.tally.check(at_least=2 * SETTLED_STREAMS)
