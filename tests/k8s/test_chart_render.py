@@ -422,8 +422,8 @@ def test_each_model_is_scaled_by_what_routers_ask_for_it() -> None:
     query = found["decode"]["spec"]["triggers"][0]["metadata"]["query"]
     assert r'model!~"Qwen/Qwen3-32B|baton-tuned"' in query
     assert set(found) == {"decode", "tuned-decode"}, "what a model does not say, the release says"
-    sets = ("models.tuned.decode.autoscaling.enabled=true",)
-    scaler = of_kind(render(MODELS, sets=sets), "HorizontalPodAutoscaler")["tuned-decode"]
+    only = ("models.tuned.decode.autoscaling.enabled=true",)
+    scaler = of_kind(render(MODELS, sets=only), "HorizontalPodAutoscaler")["tuned-decode"]
     labels = scaler["spec"]["metrics"][0]["external"]["metric"]["selector"]["matchLabels"]
     assert labels["model"] == "baton-tuned"
 
