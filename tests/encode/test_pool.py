@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from batonlm.client import AsyncClient, Client, InvalidArgument, Ranked, Scores, Vectors
 from batonlm.core.admission.admission import Admission, AdmissionLimits, Ask, FleetState
 from batonlm.core.admission.fair_queue import DrainRate, FairQueue
 from batonlm.core.admission.tenant_budgets import Refusal
@@ -100,6 +102,8 @@ class Baton:
     http: httpx.AsyncClient
     grpc: Any
     """An InferenceStub, whose types are those of blocking calls."""
+    address: str
+    """Of the gRPC port."""
     workers: list[Worker] = field(default_factory=list)
 
     async def post(self, path: str, **body: Any) -> Any:
@@ -145,9 +149,9 @@ async def running(*workers: Worker, config: RouterConfig | None = None) -> Async
             httpx.AsyncClient(base_url=f"http://{http.address}", timeout=120, trust_env=False)
         )
         channel = await ends.enter_async_context(grpc.aio.insecure_channel(address))
-        yield Baton(pipeline, client, InferenceStub(channel), [*workers])
+        yield Baton(pipeline, client, InferenceStub(channel), address, [*workers])
         await until(lambda: not pipeline.num_requests and not any(pipeline.held.values()))
-        await until(lambda: not any(w.servicer and w.servicer.num_inputs for w in workers))
+        await until(lambda: not any(w.servicer and w.servicer.inputs.num for w in workers))
 
 
 def alone(model: EncoderModel, *inputs: VectorInput) -> list[list[float]]:
@@ -224,6 +228,48 @@ async def test_rankings_and_scores(models: dict[str, EncoderModel]) -> None:
         cosines = [sum(a * b for a, b in zip(query, other, strict=True)) for other in others]
         found = await baton.post("/score", model="bert-cls", text_1="fox", text_2=["fox", "dog"])
         assert near([each["score"] for each in found["data"]], cosines)
+
+
+async def test_clients_of_both_kinds_get_vectors_and_rankings(
+    models: dict[str, EncoderModel],
+) -> None:
+    bert = models["bert-cls"]
+    documents = [text[:20] for text in TEXTS]
+    expected = alone(bert, *documents)
+    (made,) = bert.tokenize(documents[:1], None)
+    assert isinstance(made, Sequences)
+
+    def ask(address: str) -> tuple[Vectors, Vectors, Scores, list[Ranked]]:
+        with Client(address) as client:
+            with pytest.raises(InvalidArgument, match="dimensions must be"):
+                client.embed("a", dimensions=10**6)
+            for wrong, body in (("inputs", [5]), ("documents", "a"), ("documents", [5])):
+                with pytest.raises(InvalidArgument) as refused:
+                    call: Any = client.embed if wrong == "inputs" else partial(client.score, QUERY)
+                    call(body)
+                assert refused.value.field == wrong
+            return (
+                client.embed(documents),
+                client.embed([list(made.ids), documents[1]], model="bert-cls", dimensions=8),
+                client.score(QUERY, documents),
+                client.rerank(QUERY, documents, top_n=3),
+            )
+
+    async with running(Worker(bert, "a"), Worker(models["bert-cross"], "b")) as baton:
+        found, short, scores, best = await asyncio.to_thread(ask, baton.address)
+        assert found.model == "bert-cls" and found.request_id and found.prompt_tokens > 0
+        for vector, right in zip(found.vectors, expected, strict=True):
+            assert near(list(vector), right)
+        assert [len(vector) for vector in short.vectors] == [8, 8]
+        order = sorted(range(len(documents)), key=lambda index: -scores.scores[index])
+        assert [each.index for each in best] == order[:3]
+        assert [each.document for each in best] == [documents[index] for index in order[:3]]
+        async with AsyncClient(baton.address) as client:
+            again = await client.embed(documents[0], truncate_tokens=-1)
+            assert near(list(again.vectors[0]), expected[0])
+            assert near((await client.score(QUERY, documents)).scores, scores.scores)
+            ranking = await client.rerank(QUERY, documents, top_n=3)
+            assert [each.index for each in ranking] == order[:3]
 
 
 async def test_errors_name_the_input(models: dict[str, EncoderModel]) -> None:
@@ -309,7 +355,7 @@ async def test_when_a_worker_dies_another_one_takes_over(models: dict[str, Encod
         asking = asyncio.create_task(baton.pipeline.vectors(asked(Tenant(), *texts)))
         first = workers[0].servicer
         assert first is not None
-        await until(lambda: first.num_inputs > 0)
+        await until(lambda: first.inputs.num > 0)
         await workers[0].stop()
         held.result()
         found = await asking
@@ -324,7 +370,7 @@ async def test_a_client_that_goes_leaves_nothing(models: dict[str, EncoderModel]
         asking = asyncio.create_task(baton.pipeline.vectors(asked(Tenant(), *texts)))
         servicer = worker.servicer
         assert servicer is not None
-        await until(lambda: servicer.num_inputs > 0)
+        await until(lambda: servicer.inputs.num > 0)
         asking.cancel()
         await asyncio.wait([asking])
         assert baton.pipeline.num_requests == 0
@@ -348,9 +394,9 @@ async def test_a_drain_waits_for_what_is_accepted(models: dict[str, EncoderModel
         asking = asyncio.create_task(baton.pipeline.vectors(asked(Tenant(), *texts)))
         servicer = worker.servicer
         assert servicer is not None
-        await until(lambda: servicer.num_inputs > 0)
-        await servicer.drain()
-        assert servicer.num_inputs == 0
+        await until(lambda: servicer.inputs.num > 0)
+        await servicer.inputs.drain()
+        assert servicer.inputs.num == 0
         assert len((await asking).numbers) == 200
 
 

@@ -72,9 +72,9 @@ def start_tokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     _watched(
         host,
         WorkerDescription(identity, model),
-        lambda: WorkerLoad(_state(servicer.draining), running_sequences=servicer.num_inputs),
+        lambda: WorkerLoad(servicer.inputs.state, running_sequences=servicer.inputs.num),
     )
-    return Worker(lambda: {"inputs": servicer.num_inputs}, servicer.drain)
+    return Worker(lambda: {"inputs": servicer.inputs.num}, servicer.inputs.drain)
 
 
 def start_detokenizer(host: Host, kv: KvNetwork, step_s: float) -> Worker:

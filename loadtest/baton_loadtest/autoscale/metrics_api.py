@@ -13,21 +13,20 @@ import ssl
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from socket import socket
-from threading import BoundedSemaphore, Lock, Thread
+from threading import Lock, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from baton_loadtest.autoscale.readings import TARGETS, Reading
+from batonlm.rpc.metrics import READ_TIMEOUT_S, BoundedServer
 
 GROUP = "external.metrics.k8s.io"
 VERSION = "v1beta1"
 ROOT = f"/apis/{GROUP}/{VERSION}"
 STALE_S = 60.0
 """An older reading is not told: an HPA that gets no number keeps the pool as it is."""
-READ_TIMEOUT_S = 5.0
-MAX_CONNECTIONS = 32
 _TERM = re.compile(r"([\w./-]+)\s*(==|=)\s*([\w./-]*)")
 
 
@@ -147,7 +146,7 @@ class MetricsServer:
         context.verify_mode = ssl.CERT_OPTIONAL
         handler = type("Handler", (_Handler,), {"api": api, "names": frozenset(proxy.names)})
         self._server = _Server(listen, handler, context)
-        self.port = int(self._server.server_address[1])
+        self.port = self._server.server_port
         self._thread = Thread(target=self._server.serve_forever, name="metrics-api", daemon=True)
         self._thread.start()
 
@@ -157,29 +156,17 @@ class MetricsServer:
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(BoundedServer):
     def __init__(self, listen: tuple[str, int], handler: Any, context: ssl.SSLContext) -> None:
         self._context = context
-        self._room = BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(listen, handler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def answer(self, request: Any, client_address: Any) -> None:
         """The handshake is on the connection's own thread: a silent peer holds up nobody else."""
-        try:
-            request.settimeout(READ_TIMEOUT_S)
-            secured = self._secured(request)
-            if secured is not None:
-                super().process_request_thread(secured, client_address)
-        finally:
-            self._room.release()
+        request.settimeout(READ_TIMEOUT_S)
+        secured = self._secured(request)
+        if secured is not None:
+            super().answer(secured, client_address)
 
     def _secured(self, request: socket) -> ssl.SSLSocket | None:
         try:

@@ -16,6 +16,9 @@ from batonlm.client.client import Client as Client
 from batonlm.client.client import Retries as Retries
 from batonlm.client.client import Stream as Stream
 from batonlm.client.messages import Options as Options
+from batonlm.client.messages import Ranked as Ranked
+from batonlm.client.messages import Scores as Scores
+from batonlm.client.messages import Vectors as Vectors
 from batonlm.core.errors import BatonError as BatonError
 from batonlm.core.errors import Cancelled as Cancelled
 from batonlm.core.errors import ContextLengthExceeded as ContextLengthExceeded

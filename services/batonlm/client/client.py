@@ -17,9 +17,18 @@ import grpc
 from batonlm.client.messages import (
     Messages,
     Options,
+    Ranked,
+    Scores,
+    Texts,
+    Vectors,
     chat_request,
+    embed_request,
     event_from_proto,
     generate_request,
+    ranked,
+    score_request,
+    scores_from_proto,
+    vectors_from_proto,
 )
 from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.request.model import ModelDescription
@@ -273,10 +282,70 @@ class Client(_Requests[Stream]):
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
         """Returns the served models. Raises BatonError."""
-        call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        answer = self._answer(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        return [model_from_proto(model) for model in answer.models]
+
+    def embed(
+        self,
+        inputs: Texts,
+        *,
+        model: str = "",
+        dimensions: int = 0,
+        truncate_tokens: int | None = None,
+        prompt_name: str = "",
+        timeout_s: float | None = None,
+    ) -> Vectors:
+        """Returns the vectors of texts or token ids.
+
+        dimensions: numbers of each vector to keep, from its start; 0: all. truncate_tokens: drops
+        what exceeds so many tokens, -1: what exceeds the model's length; None: that is an error.
+        prompt_name: of the model's prompts, the one that goes before each text; "": its default
+        one. Raises BatonError.
+        """
+        request = embed_request(inputs, model, dimensions, truncate_tokens, prompt_name)
+        return vectors_from_proto(self._answer(self._stub.Embed, request, timeout_s))
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str = "",
+        truncate_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """Returns how well each document answers the query. truncate_tokens: see `embed`. Raises
+        BatonError."""
+        request = score_request(query, documents, model, truncate_tokens)
+        return scores_from_proto(self._answer(self._stub.Score, request, timeout_s))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        model: str = "",
+        truncate_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Ranked]:
+        """Returns the documents, or the best `top_n` of them, by how well each answers the query,
+        best first. Raises BatonError."""
+        scores = self.score(
+            query,
+            documents,
+            model=model,
+            truncate_tokens=truncate_tokens,
+            timeout_s=timeout_s,
+        )
+        return ranked(scores, documents, top_n)
+
+    def _answer(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
+        """Of a call with one answer. Raises BatonError."""
+        call = self._call(method, request, timeout_s)
         while True:
             try:
-                return [model_from_proto(model) for model in call.begin().models]
+                return call.begin()
             except grpc.RpcError as failure:
                 time.sleep(call.pause_s(failure))
 
@@ -349,10 +418,63 @@ class AsyncClient(_Requests[AsyncStream]):
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
         """Returns the served models. Raises BatonError."""
-        call = self._call(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        answer = await self._answer(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        return [model_from_proto(model) for model in answer.models]
+
+    async def embed(
+        self,
+        inputs: Texts,
+        *,
+        model: str = "",
+        dimensions: int = 0,
+        truncate_tokens: int | None = None,
+        prompt_name: str = "",
+        timeout_s: float | None = None,
+    ) -> Vectors:
+        """See `Client.embed`."""
+        request = embed_request(inputs, model, dimensions, truncate_tokens, prompt_name)
+        return vectors_from_proto(await self._answer(self._stub.Embed, request, timeout_s))
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        model: str = "",
+        truncate_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """See `Client.score`."""
+        request = score_request(query, documents, model, truncate_tokens)
+        return scores_from_proto(await self._answer(self._stub.Score, request, timeout_s))
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        model: str = "",
+        truncate_tokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Ranked]:
+        """See `Client.rerank`."""
+        scores = await self.score(
+            query,
+            documents,
+            model=model,
+            truncate_tokens=truncate_tokens,
+            timeout_s=timeout_s,
+        )
+        return ranked(scores, documents, top_n)
+
+    async def _answer(
+        self, method: Callable[..., Any], request: object, timeout_s: float | None
+    ) -> Any:
+        """Of a call with one answer. Raises BatonError."""
+        call = self._call(method, request, timeout_s)
         while True:
             try:
-                response = await call.begin()
-                return [model_from_proto(model) for model in response.models]
+                return await call.begin()
             except grpc.aio.AioRpcError as failure:
                 await asyncio.sleep(call.pause_s(failure))

@@ -6,6 +6,7 @@ Options that are absent are left to the server, which also validates their range
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from batonlm.core.errors import InvalidArgument
@@ -29,6 +30,10 @@ from batonlm.v1 import tokenizer_pb2
 
 Messages = str | Sequence[Message | Mapping[str, str]]
 """A conversation. A string is a single user message; a mapping has `role` and `content`."""
+
+
+Texts = str | Sequence[str | Sequence[int]]
+"""A text, or several, each as text or token ids."""
 
 
 class Options(TypedDict, total=False):
@@ -97,6 +102,107 @@ def chat_request(
         tools=[tool_to_proto(tool) for tool in tools],
         tool_choice=None if choice is None else _tool_choice(choice),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors of texts."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    """One of each text, in order."""
+    prompt_tokens: int
+    """Of all texts."""
+    model: str
+    request_id: str
+    """The id that logs and traces carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How well texts answer a query."""
+
+    scores: tuple[float, ...]
+    """One of each text, in order; a higher one answers better."""
+    prompt_tokens: int
+    """Of all texts, each with the query."""
+    model: str
+    request_id: str
+    """The id that logs and traces carry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One of the texts that were ranked."""
+
+    index: int
+    """Its place among those that were given."""
+    score: float
+    document: str
+
+
+def embed_request(
+    inputs: Texts, model: str, dimensions: int, truncate_tokens: int | None, prompt_name: str
+) -> pb.EmbedRequest:
+    """Builds a request. Raises InvalidArgument with the argument."""
+    request = pb.EmbedRequest(model=model)
+    for each in [inputs] if isinstance(inputs, str) else inputs:
+        try:
+            if isinstance(each, str):
+                request.inputs.add().text = each
+            else:
+                request.inputs.add().token_ids.ids.extend(each)
+        except (TypeError, ValueError):
+            raise _unfit("inputs") from None
+    _set_fields(
+        request,
+        dimensions=dimensions,
+        truncate_tokens=truncate_tokens,
+        prompt_name=prompt_name,
+    )
+    return request
+
+
+def score_request(
+    query: str, documents: Sequence[str], model: str, truncate_tokens: int | None
+) -> pb.ScoreRequest:
+    """Builds a request. Raises InvalidArgument with the argument."""
+    request = pb.ScoreRequest(model=model)
+    if isinstance(documents, str):
+        raise InvalidArgument("documents must be a list of texts", field="documents")
+    try:
+        request.documents.extend(documents)
+    except (TypeError, ValueError):
+        raise _unfit("documents") from None
+    _set_fields(request, query=query, truncate_tokens=truncate_tokens)
+    return request
+
+
+def _set_fields(request: pb.EmbedRequest | pb.ScoreRequest, **values: Any) -> None:
+    for name, value in values.items():
+        try:
+            if value is not None:
+                setattr(request, name, value)
+        except (TypeError, ValueError):
+            raise _unfit(name) from None
+
+
+def vectors_from_proto(message: pb.EmbedResponse) -> Vectors:
+    vectors = tuple(tuple(each.values) for each in message.vectors)
+    return Vectors(vectors, message.prompt_tokens, message.model, message.request_id)
+
+
+def scores_from_proto(message: pb.ScoreResponse) -> Scores:
+    scores = tuple(message.scores)
+    return Scores(scores, message.prompt_tokens, message.model, message.request_id)
+
+
+def ranked(scores: Scores, documents: Sequence[str], top_n: int | None) -> list[Ranked]:
+    """The best ones, best first; of equal ones the earlier."""
+    found = [
+        Ranked(index, score, document)
+        for index, (score, document) in enumerate(zip(scores.scores, documents, strict=True))
+    ]
+    return sorted(found, key=lambda each: -each.score)[:top_n]
 
 
 def _options(given: Options) -> pb.GenerationOptions:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batonlm.core.request.model import WorkerIdentity
-from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad
 from batonlm.encode.config import EncodeConfig
 from batonlm.engine.config import configure_threads
 from batonlm.rpc import config, lifecycle, logs, metrics
@@ -63,10 +63,9 @@ async def _serve(options: EncodeConfig, probes: Probes, instance_id: str, device
         return WorkerIdentity(ROLE, instance_id, options.advertise or address)
 
     def load() -> WorkerLoad:
-        state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
         return WorkerLoad(
-            state,
-            waiting_sequences=servicer.num_inputs,
+            servicer.inputs.state,
+            waiting_sequences=servicer.inputs.num,
             waiting_tokens=thread.waiting_tokens,
         )
 
@@ -106,13 +105,13 @@ async def _serve(options: EncodeConfig, probes: Probes, instance_id: str, device
             certificates=options.certificates(),
             token=options.peer_token,
         )
-        metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})
+        metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.inputs.num})
         address = await server.start()
         server.set_serving(True)
         log.info("encode serves %s at %s", model.description.name, address)
         print(json.dumps({"role": ROLE, "listen": address}), flush=True)
         return await lifecycle.run_until_stopped(
-            server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+            server, servicer.inputs.drain, drain_timeout_s=options.drain_timeout_s
         )
 
 

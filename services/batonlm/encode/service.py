@@ -17,11 +17,12 @@ from typing import NamedTuple
 import grpc
 import torch
 
-from batonlm.core.errors import BatonError, Internal, InvalidArgument, Overloaded
+from batonlm.core.errors import BatonError, Internal, InvalidArgument
 from batonlm.core.request.request import TextPair, VectorInput
 from batonlm.core.request.validation import wrong
 from batonlm.encode.model import EncoderModel, Sequences
 from batonlm.rpc import tracing
+from batonlm.rpc.accepted_inputs import MAX_INPUTS, AcceptedInputs
 from batonlm.rpc.convert import error_to_proto, token_ids_from_bytes
 from batonlm.rpc.errors import about_call
 from batonlm.rpc.metrics import STEP_SEQUENCES, VECTOR_TOKENS, counter, histogram
@@ -31,18 +32,12 @@ from batonlm.v1 import encode_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-MAX_INPUTS = 256
-MAX_WAITING_BYTES = 64 << 20
-"""Total size of inputs that are accepted and not answered yet; more are refused."""
-
 TAKEN_TOKENS = 16384
 """Tokens that are taken together, to be sorted by length."""
 
 BATCH_TOKENS = 4096
 """Tokens of a batch, with its padding. On a CPU it computes no faster with more, and on a GPU so
 many keep a model of the usual size busy."""
-
-RETRY_AFTER_S = 0.5
 
 
 class _Job(NamedTuple):
@@ -130,17 +125,7 @@ class EncodeServicer(encode_pb2_grpc.EncodeServicer):
         self._thread = thread
         self._tokenizing = tokenizing
         self._tracer = tracer
-        self._waiting_bytes = 0
-        self.num_inputs = 0
-        """Inputs accepted and not answered."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
-
-    async def drain(self) -> None:
-        """Returns when every accepted input is answered."""
-        self.draining = True
-        await self._idle.wait()
+        self.inputs = AcceptedInputs("encode worker")
 
     async def Run(
         self,
@@ -149,25 +134,14 @@ class EncodeServicer(encode_pb2_grpc.EncodeServicer):
     ) -> pb.EncodeRunResponse:
         if len(request.inputs) > MAX_INPUTS:
             raise wrong("inputs", f"must be at most {MAX_INPUTS}")
-        size = request.ByteSize()
-        if self._waiting_bytes + size > MAX_WAITING_BYTES and self.num_inputs:
-            raise Overloaded("the encode worker has too much to do", retry_after_s=RETRY_AFTER_S)
         parent = context_of(context.invocation_metadata() or ())
-        self._waiting_bytes += size
-        self.num_inputs += len(request.inputs)
-        self._idle.clear()
-        try:
-            with ending(self._tracer.go_on(tracing.VECTORS, parent=parent)):
-                return await self._outputs(request)
-        except BatonError as error:
-            if isinstance(error, Internal):
+        with self.inputs.accepted(len(request.inputs), request.ByteSize()):
+            try:
+                with ending(self._tracer.go_on(tracing.VECTORS, parent=parent)):
+                    return await self._outputs(request)
+            except Internal as error:
                 log.error("inputs failed", exc_info=error, extra=about_call(context))
-            raise
-        finally:
-            self._waiting_bytes -= size
-            self.num_inputs -= len(request.inputs)
-            if not self.num_inputs:
-                self._idle.set()
+                raise
 
     async def _outputs(self, request: pb.EncodeRunRequest) -> pb.EncodeRunResponse:
         model = self._model

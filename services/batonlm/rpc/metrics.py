@@ -70,7 +70,7 @@ class MetricsServer:
 def serve(listen: str, registry: CollectorRegistry, field: str = "metrics_listen") -> MetricsServer:
     """Serves a registry at "host:port". Raises PortInUse or InvalidArgument naming the field."""
     host, port = split(listen, field)
-    server_class = _Server6 if ":" in host else _Server
+    server_class = _Server6 if ":" in host else BoundedServer
     hosts = AllowedHosts(listen) if is_loopback(host) else None
     handler = type("Handler", (_Handler,), {"registry": registry, "hosts": hosts})
     try:
@@ -80,7 +80,9 @@ def serve(listen: str, registry: CollectorRegistry, field: str = "metrics_listen
     return MetricsServer(server, host)
 
 
-class _Server(ThreadingHTTPServer):
+class BoundedServer(ThreadingHTTPServer):
+    """With at most MAX_CONNECTIONS threads, one for each connection."""
+
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
 
@@ -96,9 +98,13 @@ class _Server(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            self.answer(request, client_address)
         finally:
             self._room.release()
+
+    def answer(self, request: Any, client_address: Any) -> None:
+        """Answers one connection, on a thread of its own."""
+        super().process_request_thread(request, client_address)
 
     def server_bind(self) -> None:
         """Binds without looking up the machine's own name, which may take seconds."""
@@ -108,7 +114,7 @@ class _Server(ThreadingHTTPServer):
         self.server_name, self.server_port = self.socket.getsockname()[:2]
 
 
-class _Server6(_Server):
+class _Server6(BoundedServer):
     address_family = socket.AF_INET6
 
 
@@ -389,8 +395,8 @@ def _sum(spec: Spec, readers: Iterable[GaugeReader]) -> dict[tuple[str, ...], fl
 
 
 # Metrics under vLLM's names, for endpoint pickers of the Gateway API Inference Extension,
-# dashboards and autoscalers that were made for vLLM. `vllm:lora_requests_info` is left out: Baton
-# serves no adapters.
+# dashboards and autoscalers that were made for vLLM. `vllm:lora_requests_info` is left out, see
+# docs/gateway.md.
 
 VLLM_RUNNING = Spec(
     "vllm:num_requests_running", "Requests that are being computed.", ("model_name",)

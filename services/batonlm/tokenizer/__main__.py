@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
-from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerState
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad
 from batonlm.rpc import config, lifecycle, logs, metrics
 from batonlm.rpc.model_folder import tokenizer_digest
 from batonlm.rpc.server import Probes, ProcessServer, Service
@@ -29,9 +29,6 @@ GRAMMAR_CPU_S = 1.0
 
 GRAMMAR_PROCESSES = 2
 """Grammars that are compiled at once; their processes start with the first grammar."""
-
-MAX_WAITING_BYTES = 64 << 20
-"""Total size of inputs that are accepted and not answered yet; more are refused."""
 
 ROLE = "tokenizer"
 
@@ -89,8 +86,7 @@ async def _serve(
         return WorkerIdentity(ROLE, instance_id, options.advertise or address)
 
     def load() -> WorkerLoad:
-        state = WorkerState.DRAINING if servicer.draining else WorkerState.SERVING
-        return WorkerLoad(state, waiting_sequences=servicer.num_inputs)
+        return WorkerLoad(servicer.inputs.state, waiting_sequences=servicer.inputs.num)
 
     # The pool's threads run in parallel; the library must not start more for each call.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -108,7 +104,6 @@ async def _serve(
             identity,
             BatchExecutor(executor, threads, cores, long_executor),
             checker,
-            max_waiting_bytes=MAX_WAITING_BYTES,
             tracer=tracer,
         )
         server = ProcessServer(
@@ -126,13 +121,13 @@ async def _serve(
             certificates=options.certificates(),
             token=options.peer_token,
         )
-        metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.num_inputs})
+        metrics.gauge(metrics.SEQUENCES, lambda: {("waiting",): servicer.inputs.num})
         address = await server.start()
         server.set_serving(True)
         print(json.dumps({"role": ROLE, "listen": address}), flush=True)
         try:
             return await lifecycle.run_until_stopped(
-                server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+                server, servicer.inputs.drain, drain_timeout_s=options.drain_timeout_s
             )
         finally:
             await checker.close()

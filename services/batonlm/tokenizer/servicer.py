@@ -22,6 +22,7 @@ from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.request import Prompt, TextPrompt, TokenPrompt
 from batonlm.core.request.validation import wrong
 from batonlm.rpc import tracing
+from batonlm.rpc.accepted_inputs import MAX_INPUTS, MAX_WAITING_BYTES, AcceptedInputs
 from batonlm.rpc.convert import (
     chat_from_proto,
     error_to_proto,
@@ -239,9 +240,6 @@ def _prompt(item: pb.EncodeInput) -> Prompt:
 
 log = logging.getLogger(__name__)
 
-MAX_INPUTS = 256
-RETRY_AFTER_S = 0.5
-
 _Context = grpc.aio.ServicerContext
 _Item = TypeVar("_Item", pb.EncodeInput, pb.DecodeInput)
 _Output = TypeVar("_Output", pb.EncodeOutput, pb.DecodeOutput)
@@ -263,7 +261,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         lanes: BatchExecutor,
         checker: Checker,
         *,
-        max_waiting_bytes: int,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
         tracer: Tracer = OFF,
     ) -> None:
         self._encoder = encoder
@@ -272,19 +270,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         self._identity = identity
         self._lanes = lanes
         self._checker = checker
-        self._max_waiting_bytes = max_waiting_bytes
         self._tracer = tracer
-        self._waiting_bytes = 0
-        self.num_inputs = 0
-        """Inputs accepted and not answered."""
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.draining = False
-
-    async def drain(self) -> None:
-        """Returns when every accepted input is answered."""
-        self.draining = True
-        await self._idle.wait()
+        self.inputs = AcceptedInputs("tokenizer", max_waiting_bytes)
 
     async def Encode(
         self,
@@ -353,22 +340,14 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServicer):
         size: int,
     ) -> list[_Output | BatonError]:
         """The results of inputs that one thread takes together."""
-        if self._waiting_bytes + size > self._max_waiting_bytes and self.num_inputs:
-            error = Overloaded("the tokenizer has too much to do", retry_after_s=RETRY_AFTER_S)
-            return [error] * len(items)
-        self._waiting_bytes += size
-        self.num_inputs += len(items)
-        self._idle.clear()
         try:
-            refusals = [await self._refusal(item) for item in items]
-            sound = [item for item, error in zip(items, refusals, strict=True) if error is None]
-            done = iter(await self._lanes.run(work, sound, size) if sound else ())
-            return [next(done) if error is None else error for error in refusals]
-        finally:
-            self._waiting_bytes -= size
-            self.num_inputs -= len(items)
-            if not self.num_inputs:
-                self._idle.set()
+            with self.inputs.accepted(len(items), size):
+                refusals = [await self._refusal(item) for item in items]
+                sound = [item for item, error in zip(items, refusals, strict=True) if error is None]
+                done = iter(await self._lanes.run(work, sound, size) if sound else ())
+                return [next(done) if error is None else error for error in refusals]
+        except Overloaded as error:
+            return [error] * len(items)
 
     async def _refusal(self, item: pb.EncodeInput | pb.DecodeInput) -> BatonError | None:
         """The error of an input's grammar; None without one, or for a valid grammar."""

@@ -65,7 +65,7 @@ async def test_it_is_never_encoded(busy: Any, how: str) -> None:
     first = stub.Encode(ask("first"))
     await until(lambda: encoder.began == ["first"])
     dropped = stub.Encode(ask("dropped"), timeout=None if how == "leaves" else 0.2)
-    await until(lambda: servicer.num_inputs == 2)
+    await until(lambda: servicer.inputs.num == 2)
     if how == "leaves":
         dropped.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -74,10 +74,10 @@ async def test_it_is_never_encoded(busy: Any, how: str) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as late:
             await dropped
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await until(lambda: servicer.num_inputs == 1)
+    await until(lambda: servicer.inputs.num == 1)
     last = stub.Encode(ask("last"))
-    await until(lambda: servicer.num_inputs == 2)
+    await until(lambda: servicer.inputs.num == 2)
     encoder.go.set()
     assert (await first).outputs[0].token_ids and (await last).outputs[0].token_ids
     assert encoder.began == ["first", "last"]
-    await until(lambda: servicer.num_inputs == 0)
+    await until(lambda: servicer.inputs.num == 0)

@@ -46,7 +46,7 @@ from batonlm.router.api.http.schema import (
     TokenizeBody,
     UnloadAdapterBody,
 )
-from batonlm.router.api.http.tokenizing import Tokenizing
+from batonlm.router.api.http.tokenizing import Detokenizing, Tokenizing
 from batonlm.router.api.http.vectors import (
     VectorRoute,
     embed_inputs,
@@ -107,7 +107,7 @@ class HttpApp:
             "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
             "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
             "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
-            "/detokenize": Tokenizing(pipeline, bodies, DetokenizeBody),
+            "/detokenize": Detokenizing(pipeline, bodies, DetokenizeBody),
             "/embeddings": VectorRoute(pipeline, bodies, EmbedBody, embed_inputs, write_embeddings),
             "/rerank": VectorRoute(pipeline, bodies, RerankBody, rerank_inputs, write_ranking),
             "/score": VectorRoute(pipeline, bodies, ScoreBody, score_inputs, write_scores),

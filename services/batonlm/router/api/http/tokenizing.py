@@ -4,62 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.request import Prompt, Request, TextPrompt, TokenPrompt
-from batonlm.router.api.http.access import caller
-from batonlm.router.api.http.body import Bodies, while_connected
-from batonlm.router.api.http.parse import chat_prompt, listed
+from batonlm.router.api.http.json_route import JsonRoute
+from batonlm.router.api.http.parse import chat_prompt
 from batonlm.router.api.http.responses import Header, encode, send_parts
-from batonlm.router.api.http.schema import DetokenizeBody, TokenizeBody, client_names, decode
-from batonlm.router.api.translation import in_client_words
-from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.api.http.schema import DetokenizeBody, TokenizeBody
 
 AT_ONCE = 4096
 """Tokens that are written at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokenizing:
-    """An ASGI app that answers bodies of one kind."""
+class Tokenizing(JsonRoute[TokenizeBody]):
+    """Answers with the tokens of a text or conversation."""
 
-    pipeline: Pipeline
-    bodies: Bodies
-    kind: type[TokenizeBody] | type[DetokenizeBody]
+    def request(self, given: TokenizeBody) -> Request:
+        if (given.prompt is None) == (given.messages is None):
+            raise InvalidArgument("one of prompt and messages is required", field="prompt")
+        prompt: Prompt
+        if given.prompt is not None:
+            prompt = TextPrompt(given.prompt, given.add_special_tokens is not False)
+        else:
+            prompt = chat_prompt(given)
+        return Request(prompt, model=given.model or "")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = caller(scope)
-        async with self.bodies.received(scope, receive) as body:
-            try:
-                with self.pipeline.reading(tenant):
-                    given, ignored = decode(body.raw, self.kind)
-                    request = Request(_prompt(given), model=given.model or "").of(tenant)
-                body.raw = b""
-                headers = [(b"x-baton-ignored-params", listed(ignored))] if ignored else []
-                with_names = isinstance(given, TokenizeBody) and bool(given.return_token_strs)
-                await while_connected(
-                    receive, self._respond(request, body.holding, with_names, headers, send)
-                )
-            except BatonError as error:
-                raise in_client_words(error, client_names(self.kind)) from error
-
-    async def _respond(
+    async def respond(
         self,
+        given: TokenizeBody,
         request: Request,
         holding: Holding,
-        with_names: bool,
         headers: list[Header],
         send: Send,
     ) -> None:
-        if self.kind is DetokenizeBody:
-            text = await self.pipeline.detokenize(request, holding)
-            parts = [encode({"prompt": text})]
-        else:
-            parts = await self._tokens(request, holding, with_names)
+        parts = await self._tokens(request, holding, bool(given.return_token_strs))
         await send_parts(send, parts, headers)
 
     async def _tokens(self, request: Request, holding: Holding, with_names: bool) -> list[bytes]:
@@ -99,11 +80,19 @@ class _JsonList:
         self.parts.append(part)
 
 
-def _prompt(body: TokenizeBody | DetokenizeBody) -> Prompt:
-    if isinstance(body, DetokenizeBody):
-        return TokenPrompt(body.prompt)
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidArgument("one of prompt and messages is required", field="prompt")
-    if body.prompt is not None:
-        return TextPrompt(body.prompt, body.add_special_tokens is not False)
-    return chat_prompt(body)
+class Detokenizing(JsonRoute[DetokenizeBody]):
+    """Answers with the text of token ids."""
+
+    def request(self, given: DetokenizeBody) -> Request:
+        return Request(TokenPrompt(given.prompt), model=given.model or "")
+
+    async def respond(
+        self,
+        given: DetokenizeBody,
+        request: Request,
+        holding: Holding,
+        headers: list[Header],
+        send: Send,
+    ) -> None:
+        text = await self.pipeline.detokenize(request, holding)
+        await send_parts(send, [encode({"prompt": text})], headers)

@@ -7,75 +7,50 @@ import base64
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError
 from batonlm.core.request.request import Request, TextPair, VectorInput, VectorPrompt
 from batonlm.core.request.validation import wrong
-from batonlm.router.api.http.access import caller
-from batonlm.router.api.http.body import Bodies, while_connected
-from batonlm.router.api.http.parse import listed
+from batonlm.router.api.http.json_route import JsonRoute
 from batonlm.router.api.http.responses import Header, encode
 from batonlm.router.api.http.schema import (
     EmbedBody,
     RerankBody,
     ScoreBody,
     VectorBody,
-    client_names,
-    decode,
 )
-from batonlm.router.api.translation import in_client_words
-from batonlm.router.request.pipeline import Pipeline
 from batonlm.router.workers.encoders import Vectors, floats
-from batonlm.rpc.tracing import context_of
 
 AT_ONCE = 1 << 15
 """Numbers that are written between two turns of other tasks: about two milliseconds."""
 
-Write = Callable[[Any, Vectors], Iterator[bytes]]
+AnyBody = TypeVar("AnyBody", bound=VectorBody)
 
 
 @dataclass(frozen=True, slots=True)
-class VectorRoute:
-    """An ASGI app that answers bodies of one kind."""
+class VectorRoute(JsonRoute[AnyBody]):
+    """Answers bodies of one kind with vectors or scores."""
 
-    pipeline: Pipeline
-    bodies: Bodies
-    kind: type[VectorBody]
-    read: Callable[[Any], tuple[VectorInput, ...]]
+    read: Callable[[AnyBody], tuple[VectorInput, ...]]
     """Returns a body's inputs."""
-    write: Write
+    write: Callable[[AnyBody, Vectors], Iterator[bytes]]
     """Yields an answer in parts."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = caller(scope)
-        async with self.bodies.received(scope, receive) as body:
-            try:
-                with self.pipeline.reading(tenant):
-                    given, ignored = decode(body.raw, self.kind)
-                    prompt = VectorPrompt(
-                        self.read(given),
-                        getattr(given, "dimensions", None) or 0,
-                        _truncate(given),
-                        given.prompt_name or "",
-                    )
-                    text = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
-                    request = Request(prompt, model=given.model or "", priority=given.priority or 0)
-                    request = request.of(tenant, context_of(text))
-                body.raw = b""
-                headers = [(b"x-baton-ignored-params", listed(ignored))] if ignored else []
-                await while_connected(
-                    receive, self._respond(given, request, body.holding, headers, send)
-                )
-            except BatonError as error:
-                raise in_client_words(error, client_names(self.kind)) from error
+    def request(self, given: AnyBody) -> Request:
+        prompt = VectorPrompt(
+            self.read(given),
+            getattr(given, "dimensions", None) or 0,
+            _truncate(given),
+            given.prompt_name or "",
+        )
+        return Request(prompt, model=given.model or "", priority=given.priority or 0)
 
-    async def _respond(
+    async def respond(
         self,
-        given: VectorBody,
+        given: AnyBody,
         request: Request,
         holding: Holding,
         headers: list[Header],
