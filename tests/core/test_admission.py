@@ -19,7 +19,7 @@ from batonlm.core.admission.admission import (
 )
 from batonlm.core.admission.fair_queue import DrainRate, Entry, FairQueue
 from batonlm.core.admission.tenant_budgets import Limit, OthersUsage, Refusal
-from batonlm.core.admission.tenants import Tenant
+from batonlm.core.admission.tenants import ANY_ADAPTER, AdapterLimits, Tenant
 from batonlm.core.errors import InvalidArgument
 from tests.depth import examples
 
@@ -467,3 +467,42 @@ def test_callers_without_names_share_by_their_addresses() -> None:
     assert refused(busy, ask(Tenant(address="10.0.0.1"), **most)).limit is Limit.INPUT
     enter(busy, ask(Tenant(address="10.0.0.2"), **most), NOWHERE, 100.0, 0.0)
     assert flood
+
+
+def test_the_use_of_an_adapter_has_limits_of_its_own() -> None:
+    """Ten seconds' worth of a rate may be used at once, and what was not used comes back."""
+    limits = {"a": AdapterLimits(tokens_per_minute=600), ANY_ADAPTER: AdapterLimits(6, None)}
+    tenant = Tenant("t", adapters=limits)
+    by = admission(max_requests=100)
+
+    def settled(adapter: str, now: float, outlook: FleetState = NOWHERE) -> AdmissionCharge:
+        grant = enter(by, ask(tenant), outlook, 100.0, now)
+        try:
+            grant.settle(30, 40, outlook, 100.0, now, "m", adapter)
+        except BaseException:
+            grant.release(0, now)
+            raise
+        return grant
+
+    first = settled("a", 0.0)
+    with pytest.raises(Refusal, match="a: More than 600 tokens per minute") as refused:
+        settled("a", 0.0)
+    assert (refused.value.limit, refused.value.field) == (Limit.TOKEN_RATE, "model")
+    assert refused.value.retry_after_s is not None
+    first.placed()
+    first.release(20, 0.0, finished=True)
+    # 50 of 100 tokens were used, and 2 s later there are the 70 that are wanted.
+    settled("a", 2.0).release(0, 2.0)
+    # Others count each by itself, and the model alone has no such limit.
+    for name in ("b", "c"):
+        settled(name, 3.0).placed()
+        with pytest.raises(Refusal, match=f"{name}: More than 6 requests per minute"):
+            settled(name, 3.0)
+    settled("", 3.0).release(0, 3.0)
+    settled("b", 13.0)
+    # With a second router, half of the rate is this one's.
+    two = replace(NOWHERE, replicas=2)
+    settled("d", 20.0, two)
+    with pytest.raises(Refusal):
+        settled("d", 30.0, two)
+    settled("d", 40.0, two)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batonlm.core.admission.api_keys import KeyBook, KeyIndex, TenantLimits, parse, render
-from batonlm.core.admission.tenants import ANYONE, Tenant
+from batonlm.core.admission.tenants import ANY_ADAPTER, ANYONE, AdapterLimits, Tenant
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.request import Request, TextPrompt
 
@@ -25,6 +25,12 @@ limits = st.builds(
     max_requests=counts,
     max_tokens=counts,
     cache_group=st.just("") | names,
+    adapters=st.dictionaries(
+        st.just(ANY_ADAPTER)
+        | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._/@+-]{0,199}", fullmatch=True),
+        st.builds(AdapterLimits, requests_per_minute=counts, tokens_per_minute=counts),
+        max_size=3,
+    ),
 )
 
 
@@ -54,6 +60,7 @@ def test_a_document_comes_back_as_it_was_and_has_no_key_in_it(
         assert found is not None and found.name == name
         assert found.tokens_per_minute == limit.tokens_per_minute
         assert found.most_urgent == limit.most_urgent and found.weight == limit.weight
+        assert found.adapters == limit.adapters
 
 
 def test_only_the_very_key_is_known() -> None:
@@ -128,6 +135,13 @@ def test_a_request_has_its_tenant_and_salt_from_the_edge() -> None:
         ({"tenants": {"a": {"max_tokens": 1.5}}}, "tenants.a.max_tokens"),
         ({"tenants": {"a": {"quota": 1}}}, "tenants.a"),
         ({"tenants": {"a": {"cache_group": 7}}}, "tenants.a.cache_group"),
+        ({"tenants": {"a": {"adapters": []}}}, "tenants.a.adapters"),
+        ({"tenants": {"a": {"adapters": {"b c": {}}}}}, "tenants.a.adapters.b c"),
+        ({"tenants": {"a": {"adapters": {"b": {"weight": 1}}}}}, "tenants.a.adapters.b"),
+        (
+            {"tenants": {"a": {"adapters": {"*": {"tokens_per_minute": 0}}}}},
+            "tenants.a.adapters.*.tokens_per_minute",
+        ),
     ],
 )
 def test_a_fault_is_named(change: dict[str, object], field: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,12 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     new = actions.add_parser("new", help="make a key and print it, once")
     new.add_argument("--tenant", required=True, metavar="NAME", help="who pays for its requests")
-    for limit in fields(TenantLimits):
+    for limit, words in _HELP.items():
         new.add_argument(
-            "--" + limit.name.replace("_", "-"),
-            type=_TYPES.get(limit.name, int),
-            metavar=_TYPES.get(limit.name, int).__name__.upper(),
-            help=f"{_HELP[limit.name]} (of the tenant, with all its keys)",
+            "--" + limit.replace("_", "-"),
+            type=_TYPES.get(limit, int),
+            metavar=_TYPES.get(limit, int).__name__.upper(),
+            help=f"{words} (of the tenant, with all its keys)",
         )
     new.add_argument(
         "--operator", action="store_true",
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _new(args: argparse.Namespace) -> None:
     tenant = checked_name(args.tenant)
-    given = {limit.name: getattr(args, limit.name) for limit in fields(TenantLimits)}
+    given = {limit: getattr(args, limit) for limit in _HELP}
     with router_files.changing(args.file, parse, KeyBook()) as book:
         known = asdict(book.tenants.get(tenant, TenantLimits()))
         limits = known | {name: value for name, value in given.items() if value is not None}
@@ -93,6 +93,6 @@ def _list(file: Path) -> None:
     book = router_files.read(file, parse)
     for key in book.keys:
         limits = asdict(book.tenants[key.tenant]).items()
-        shown = " ".join(f"{name}={value}" for name, value in limits if value not in (None, ""))
+        shown = " ".join(f"{name}={value}" for name, value in limits if value not in (None, "", {}))
         kind = "operator " if key.operator else ""
         print(f"{key.id}  {key.created or '-':25}  {key.tenant}  {kind}{shown}".rstrip())

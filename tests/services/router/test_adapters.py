@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from batonlm.core.errors import ModelNotFound, NotFound
+from batonlm.core.admission.tenants import AdapterLimits, Tenant
+from batonlm.core.errors import ModelNotFound, NotFound, Overloaded
 from batonlm.core.kvcache.prefix import prefix_hashes
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.request import TextPrompt
@@ -120,6 +121,23 @@ async def test_a_request_fails_at_once_whose_adapter_was_unloaded_before_its_ret
         await finish(stream, answer)
     await stream.aclose()
     check(await world.ask(replace(REQUEST, model="french")))
+
+
+async def test_a_tenants_use_of_an_adapter_is_limited_by_its_name(world: World) -> None:
+    await start(world)
+    tenant = Tenant("acme", adapters={"org/legal": AdapterLimits(requests_per_minute=6)})
+    for name in ("org/legal", f"{NAME}:org/legal"):
+        request = replace(REQUEST, model=name).of(tenant)
+        if name == "org/legal":
+            check(await world.ask(request))
+            continue
+        with pytest.raises(Overloaded, match="org/legal: More than 6 requests") as refused:
+            await world.ask(request)
+        assert refused.value.retry_after_s is not None and refused.value.field == "model"
+    for other in ("french", NAME):
+        check(await world.ask(replace(REQUEST, model=other).of(tenant)))
+    check(await world.ask(replace(REQUEST, model="org/legal").of(Tenant("other"))))
+    await until(world.nothing_left)
 
 
 async def test_what_a_worker_drops_is_not_offered_any_more(world: World) -> None:

@@ -26,7 +26,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from batonlm.core.admission.fair_queue import DrainRate, FairQueue
-from batonlm.core.admission.tenant_budgets import NO_USE, Limit, OthersUsage, Refusal, TenantBudgets
+from batonlm.core.admission.tenant_budgets import (
+    EQUAL_PARTS,
+    NO_USE,
+    Limit,
+    OthersUsage,
+    Refusal,
+    TenantBudgets,
+)
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import InvalidArgument
 
@@ -328,6 +335,22 @@ class Admission:
             refusal.retry_after_s = self.retry_after_s(refusal.retry_after_s)
             raise
 
+    def _check_adapter(
+        self, account: Tenant, adapter: str, tokens: int, replicas: int, now: float
+    ) -> None:
+        """Raises Refusal when the account of an adapter has not as many tokens, or no request,
+        left. Workers do not report use by adapter, so each router grants its equal part."""
+        try:
+            self.budgets.check(account, 1, tokens, EQUAL_PARTS, replicas, now)
+        except Refusal as refusal:
+            assert refusal.retry_after_s is not None
+            raise Refusal(
+                f"{adapter}: {refusal.message}",
+                field="model",
+                retry_after_s=self.retry_after_s(refusal.retry_after_s),
+                limit=refusal.limit,
+            ) from None
+
     def _check_wait(
         self,
         ask: Ask,
@@ -429,6 +452,8 @@ class AdmissionCharge:
         self._unplaced = 0
         self._was_placed = False
         self._released = False
+        self._of_adapter: Tenant | None = None
+        """The account of the adapter that it runs with, if that has limits; set by `settle`."""
         admission.requests.take(ask.tenant.name, ask.tenant.weight, 1)
         admission.budgets.take(ask.tenant.name, 1, 0, now)
         self._charge(ask.least_charge, now)
@@ -450,9 +475,11 @@ class AdmissionCharge:
         remaining_s: float,
         now: float,
         model: str = "",
+        adapter: str = "",
     ) -> None:
         """Charges the exact prompt and its longest output, in tokens. model: the one that runs it.
-        Raises Refusal; the charge must be released then, too."""
+        adapter: the name of the one that it runs with. Raises Refusal; the charge must be released
+        then, too."""
         admission, ask = self._admission, self._ask
         self._holding.release()
         self._approached()
@@ -468,6 +495,11 @@ class AdmissionCharge:
                 ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0, (model,)
             )
             charged = prompt + longest_output
+            account = ask.tenant.of_adapter(adapter) if adapter else None
+            if account is not None:
+                admission._check_adapter(account, adapter, charged, outlook.replicas, now)
+                admission.budgets.take(account.name, 1, charged, now)
+                self._of_adapter = account
         finally:
             self._charge(charged, now)
         self._unplaced = prompt
@@ -501,13 +533,16 @@ class AdmissionCharge:
             unused = self._charged - used
         admission.requests.give_back(ask.tenant.name, 1)
         admission.tokens.give_back(ask.tenant.name, self._charged)
-        admission.budgets.release(ask.tenant.name, 1, self._charged, unused, now)
+        accounts = [ask.tenant.name, *([self._of_adapter.name] if self._of_adapter else [])]
+        for account in accounts:
+            admission.budgets.release(account, 1, self._charged, unused, now)
         if self._was_placed:
             admission._queue.settle(ask.tenant.name, ask.priority, self.cost - used)
             if finished:
                 admission.ended(output, ask.choices)
         elif not (finished or at_fault):
-            admission.budgets.refund_request(ask.tenant.name, now)
+            for account in accounts:
+                admission.budgets.refund_request(account, now)
 
     def _charge(self, tokens: int, now: float) -> None:
         """Charges tokens; a negative number refunds them."""

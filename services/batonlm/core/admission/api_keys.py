@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any
 
-from batonlm.core.admission.tenants import Tenant
+from batonlm.core.admission.tenants import ANY_ADAPTER, AdapterLimits, Tenant
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.validation import check_adapter_name
 
 PREFIX = "baton-"
 KEY_BYTES = 32
@@ -43,6 +44,8 @@ class TenantLimits:
     max_tokens: int | None = None
     cache_group: str = ""
     """Tenants of one group share KV; empty: the tenant shares with no other."""
+    adapters: Mapping[str, AdapterLimits] = field(default_factory=dict)
+    """By the name of a LoRA adapter, or ANY_ADAPTER for each that has none here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class KeyBook:
         shared = f"group {limits.cache_group}" if limits.cache_group else f"tenant {name}"
         hasher = blake2b(digest_size=HASH_BYTES, key=self.salt, person=b"baton-kv-salt")
         hasher.update(shared.encode())
-        values = asdict(limits)
+        values = asdict(limits) | {"adapters": limits.adapters}
         del values["cache_group"]
         return Tenant(name=name, cache_salt=hasher.digest(), **values)
 
@@ -129,13 +132,15 @@ class KeyIndex:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _LIMITS = tuple(f.name for f in fields(TenantLimits))
+_ADAPTER_LIMITS = tuple(f.name for f in fields(AdapterLimits))
 
 
 def parse(text: str) -> KeyBook:
     """Returns the KeyBook of one JSON document:
 
         {"salt": "64 hex digits",
-         "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0}},
+         "tenants": {"acme": {"tokens_per_minute": 100000, "weight": 2.0,
+                              "adapters": {"french": {"requests_per_minute": 60}}}},
          "keys": [{"id": "k-3f2a19c0", "hash": "64 hex digits", "tenant": "acme", "created": ".."},
                   {"id": "k-77c0d1e2", ..., "tenant": "staff", "operator": true}]}
 
@@ -165,15 +170,15 @@ def parse(text: str) -> KeyBook:
 
 def render(book: KeyBook) -> str:
     """Returns the JSON that `parse` reads."""
-    defaults = TenantLimits()
     document = {
         "salt": book.salt.hex(),
         "tenants": {
-            name: {
-                limit: getattr(limits, limit)
-                for limit in _LIMITS
-                if getattr(limits, limit) != getattr(defaults, limit)
-            }
+            name: _changed(limits, TenantLimits())
+            | (
+                {"adapters": {n: _changed(a, AdapterLimits()) for n, a in limits.adapters.items()}}
+                if limits.adapters
+                else {}
+            )
             for name, limits in book.tenants.items()
         },
         "keys": [
@@ -188,10 +193,40 @@ def render(book: KeyBook) -> str:
 def parse_limits(tenant: str, entry: object) -> TenantLimits:
     """Raises InvalidArgument naming the limit."""
     where = f"tenants.{tenant}"
-    table = _table(entry, where, _LIMITS)
+    table = dict(_table(entry, where, _LIMITS))
+    adapters = table.pop("adapters", {})
+    if not isinstance(adapters, dict):
+        raise InvalidArgument("must be an object", field=f"{where}.adapters")
     for name, value in table.items():
         _check_limit(f"{where}.{name}", name, value)
-    return TenantLimits(**table)
+    return TenantLimits(
+        **table,
+        adapters={
+            name: _adapter_limits(f"{where}.adapters.{name[:80]}", name, limits)
+            for name, limits in adapters.items()
+        },
+    )
+
+
+def _adapter_limits(where: str, name: str, entry: object) -> AdapterLimits:
+    if name != ANY_ADAPTER:
+        try:
+            check_adapter_name(name)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=where) from None
+    table = _table(entry, where, _ADAPTER_LIMITS)
+    for limit, value in table.items():
+        _check_limit(f"{where}.{limit}", limit, value)
+    return AdapterLimits(**table)
+
+
+def _changed(limits: TenantLimits | AdapterLimits, defaults: object) -> dict[str, Any]:
+    """Those that differ from the defaults, but for adapters."""
+    return {
+        limit.name: getattr(limits, limit.name)
+        for limit in fields(limits)
+        if limit.name != "adapters" and getattr(limits, limit.name) != getattr(defaults, limit.name)
+    }
 
 
 def checked_name(name: str) -> str:

@@ -66,6 +66,8 @@ class OthersUsage:
 
 
 NO_USE = OthersUsage()
+EQUAL_PARTS = OthersUsage(requests_per_s=math.inf, tokens_per_s=math.inf)
+"""Of what nobody reports: others may use all of their parts of the rates."""
 
 
 def share(total: float, replicas: int, others: float) -> float:

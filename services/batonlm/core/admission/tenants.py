@@ -5,8 +5,20 @@ A limit of None is no limit. All token limits count prompt and output.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+
+ANY_ADAPTER = "*"
+"""Stands for each adapter without limits of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLimits:
+    """The limits of one tenant's use of one LoRA adapter, within its limits for everything."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +39,8 @@ class Tenant:
     """Running and waiting at the same time."""
     max_tokens: int | None = None
     """Of all its running and waiting requests together: prompts and longest outputs."""
+    adapters: Mapping[str, AdapterLimits] = field(default_factory=dict, hash=False)
+    """By name, or ANY_ADAPTER."""
     address: str = ""
     """The address of a caller without a name; "" when unknown."""
 
@@ -46,6 +60,22 @@ class Tenant:
         """The unit that shares input room fairly: the tenant or, without keys, the caller's
         address."""
         return self.name or self.address
+
+    def of_adapter(self, adapter: str) -> Tenant | None:
+        """The account of its use of one adapter, with the limits of that; None without limits."""
+        limits = self.adapters.get(adapter) or self.adapters.get(ANY_ADAPTER)
+        if limits is None:
+            return None
+        return replace(
+            self,
+            # No tenant's own name has a space.
+            name=f"{self.name} {adapter}",
+            requests_per_minute=limits.requests_per_minute,
+            tokens_per_minute=limits.tokens_per_minute,
+            max_requests=None,
+            max_tokens=None,
+            adapters={},
+        )
 
     def salted(self, salt: bytes) -> bytes:
         """Returns the cache salt of a request of this tenant. The tenant's own salt keys the hash,

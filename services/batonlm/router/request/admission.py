@@ -241,7 +241,9 @@ class AdmissionController:
         longest = context.request.n * stop.max_tokens
         outlook = self._outlook(tenant, now)
         try:
-            context.charge.settle(prompt, longest, outlook, context.deadline - now, now, model)
+            context.charge.settle(
+                prompt, longest, outlook, context.deadline - now, now, model, context.adapter
+            )
         except Refusal as refusal:
             self._metrics.refused(refusal.limit, tenant)
             raise

@@ -143,8 +143,10 @@ class Preparation:
         services, stages, request = self._services, context.stages, context.request
         services.budget.started()
         model, adapter = await self._model(context)
-        name = model.name if adapter is None else adapter.name
-        digest = "" if adapter is None else adapter.digest
+        name, digest = model.name, ""
+        if adapter is not None:
+            name = context.adapter = adapter.name
+            digest = adapter.digest
         encoded = await self._tokenizers.encode(
             request.prompt,
             request.cache_salt,
@@ -176,7 +178,6 @@ class Preparation:
         seed = drawn_seed(request)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
         if adapter is not None:
-            context.adapter = name
             services.metrics.adapter_accepted(name, len(prompt))
         first = first_attempt(request, context.request_id, prompt, seed, stop, digest)
         accepted = Accepted(
