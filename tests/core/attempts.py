@@ -82,8 +82,12 @@ def runner(
 
 
 def pool_of(engine: ModelRunner) -> BlockPool:
-    state_positions = engine.layout.state_positions
-    return BlockPool(engine.num_blocks, engine.block_size, state_positions=state_positions)
+    return BlockPool(
+        engine.num_blocks,
+        engine.block_size,
+        state_positions=engine.layout.state_positions,
+        snapshot_positions=engine.block_size,
+    )
 
 
 def prefill_loop(

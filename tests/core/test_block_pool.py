@@ -262,15 +262,51 @@ def test_a_fork_has_a_state_of_its_own_in_front_of_what_it_shares() -> None:
     assert pool.num_free == 16
 
 
-def test_a_prefix_is_not_found_where_tables_have_a_state() -> None:
-    pool = BlockPool(16, SIZE, state_positions=1)
-    chain = chain_of(list(range(8)), SIZE)
-    for _ in range(2):
-        table = pool.allocate(3, chain, 2)
-        assert table is not None and not table.num_cached
-        pool.publish(table, chain, 2)
-        pool.release(table)
+def test_a_prefix_is_computed_on_from_a_state_that_was_kept() -> None:
+    pool = BlockPool(16, SIZE, state_positions=SIZE + 1, snapshot_positions=SIZE)
+    chain = chain_of(list(range(3 * SIZE)), SIZE)
+    table, made = allocated(pool, 5), pool.snapshot()
+    assert made is not None
+    pool.launched(1)
+    pool.completed(1)
+    pool.publish(table, chain, 3)
+    pool.release(table)
+    assert pool.keep(made, chain.links[1])
+    assert pool.num_free == 16
+    found = pool.allocate(6, chain, 3, computes=4 * SIZE)
+    assert found is not None and (found.num_cached, found.num_known) == (2, 3)
+    assert found.copies == (
+        BlockCopy(made.blocks[0], found.blocks[0], SIZE),
+        BlockCopy(made.blocks[1], found.blocks[1], 1),
+    )
+    assert pool.num_free == 16 - 6 - 2, "what is copied is not given away before it is"
+    assert pool.claim_copies(found) and pool.num_free == 16 - 6 - 2
+    pool.launched(2)
+    pool.completed(2)
+    assert pool.num_free == 16 - 6
+    handed_over = pool.allocate(5, chain, 3)
+    assert handed_over is not None and not handed_over.copies
+    assert handed_over.num_cached == handed_over.num_known >= 2
     pool.check()
+
+
+@pytest.mark.parametrize("gone", ["its prefix", "it"])
+def test_a_state_is_not_found_without_its_prefix_nor_a_prefix_without_it(gone: str) -> None:
+    pool = BlockPool(16, SIZE, state_positions=1, snapshot_positions=SIZE)
+    chain = chain_of(list(range(2 * SIZE)), SIZE)
+    table, made = allocated(pool, 3), pool.snapshot()
+    assert made is not None
+    if gone == "its prefix":
+        assert not pool.keep(made, chain.links[1]), "nothing was published"
+        pool.publish(table, chain, 2)
+    else:
+        pool.publish(table, chain, 2)
+        assert pool.keep(made, chain.links[1])
+        pool.drop_snapshot(made)
+        pool.drop_snapshot(made)
+    pool.check()
+    found = pool.allocate(4, chain, 2, computes=3 * SIZE)
+    assert found is not None and (found.num_cached, found.num_known) == (0, 2)
 
 
 def test_a_pool_holds_more_than_a_state() -> None:

@@ -50,6 +50,47 @@ histories = st.tuples(*[st.integers(1, 2)] * 5).map(history)
     texts=st.lists(histories, min_size=1, max_size=4),
     data=st.data(),
 )
+def test_with_states_units_are_there_whose_ends_are_marked(
+    size: int, texts: list[list[int]], data: st.DataObject
+) -> None:
+    """Blocks come, go and are marked in any order; only what is here can be."""
+    links = {link.digest: link for text in texts for link in chain_of(text, size).links}
+    here: dict[bytes, PrefixLink] = {}
+    marked: set[bytes] = set()
+    told: list[Change] = []
+    units = CachedUnits(told.append, marked_only=True)
+    heard: set[bytes] = set()
+    for digest in data.draw(st.lists(st.sampled_from(sorted(links)), max_size=60)):
+        told.clear()
+        if digest not in here:
+            here[digest] = links[digest]
+            units.add(links[digest])
+        elif digest not in marked:
+            marked.add(digest)
+            units.mark(links[digest])
+        else:
+            marked.remove(digest)
+            units.unmark(links[digest])
+            units.remove(here.pop(digest))
+        for unit, came in told:
+            assert (unit not in heard) is came, "told twice, or never came"
+            (heard.add if came else heard.remove)(unit)
+        wanted: set[bytes] = set()
+        for text in texts:
+            for link in chain_of(text, size).links:
+                if link.digest not in here:
+                    break
+                whole = hashes(prefix_hashes(text[: (link.depth + 1) * size], b"", TOKENIZER))
+                before = link.depth * size // UNIT_TOKENS
+                wanted |= set(whole[before:][-1:] if link.digest in marked else ())
+        assert heard == units.present == units_in(here.values(), marked) == wanted
+
+
+@given(
+    size=st.sampled_from(SIZES),
+    texts=st.lists(histories, min_size=1, max_size=4),
+    data=st.data(),
+)
 def test_units_are_there_when_all_blocks_up_to_their_end_are(
     size: int, texts: list[list[int]], data: st.DataObject
 ) -> None:

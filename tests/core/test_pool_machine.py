@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batonlm.core.kvcache.block_pool import BlockPool, BlockTable
+from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, StateSnapshot
 from batonlm.core.kvcache.prefix import PrefixChain
 from tests.core.chains import chain_of
 from tests.core.step_machine import STATES
@@ -35,6 +36,8 @@ class Flight:
     step: int
     touched: set[int]
     wrote: list[tuple[Held, int]] = field(default_factory=list)
+    made: list[tuple[Held, int, StateSnapshot]] = field(default_factory=list)
+    """Copies of states, and behind how many positions."""
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -42,7 +45,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(num_blocks=st.integers(4, 24), state_positions=STATES)
     def begin(self, num_blocks: int, state_positions: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE, state_positions=state_positions)
+        self.pool = BlockPool(
+            num_blocks, SIZE, state_positions=state_positions, snapshot_positions=SIZE
+        )
         self.state_positions = state_positions
         self.memory: dict[tuple[int, int], tuple[bytes, int, int]] = {}
         self.held: list[Held] = []
@@ -54,12 +59,14 @@ class PoolMachine(RuleBasedStateMachine):
         block, offset = divmod(position, SIZE)
         return held.table.blocks[self.pool.state_blocks + block], offset
 
-    def state_of(self, held: Held) -> dict[tuple[int, int], tuple[bytes, int, int]]:
-        """What memory must hold of its state: by (block, place in it)."""
-        about = hash((held.salt, *held.tokens[: held.written]))
+    def state_of(
+        self, held: Held, end: int, blocks: Sequence[int]
+    ) -> dict[tuple[int, int], tuple[bytes, int, int]]:
+        """What memory must hold in these blocks of its state behind `end` positions: by (block,
+        place in it)."""
+        about = hash((held.salt, *held.tokens[:end]))
         return {
-            (held.table.blocks[i // SIZE], i % SIZE): (b"state", i, about)
-            for i in range(self.state_positions)
+            (blocks[i // SIZE], i % SIZE): (b"state", i, about) for i in range(self.state_positions)
         }
 
     def new_blocks_are_free(self, blocks: list[int]) -> None:
@@ -73,20 +80,30 @@ class PoolMachine(RuleBasedStateMachine):
         size=st.integers(1, 30),
         salt=st.sampled_from([b"", b"a"]),
         room=st.integers(0, 5),
+        computes=st.booleans(),
     )
-    def allocate(self, family: int, size: int, salt: bytes, room: int) -> None:
+    def allocate(self, family: int, size: int, salt: bytes, room: int, computes: bool) -> None:
         tokens = [family * 100 + i for i in range(size)]
         chain = chain_of(tokens, SIZE, salt)
         wanted = self.pool.blocks_for(size)
         free = self.pool.num_free
-        table = self.pool.allocate(wanted, chain, (size - 1) // SIZE, room=room)
+        table = self.pool.allocate(
+            wanted, chain, (size - 1) // SIZE, room=room, computes=size * computes
+        )
         if table is None:
             assert wanted > free == self.pool.num_free
             return
-        self.new_blocks_are_free(table.blocks[table.num_cached :])
-        assert table.num_cached * SIZE < size
-        assert not (table.num_cached and self.state_positions)
-        self.held.append(Held(table, tokens, chain, salt, table.num_cached * SIZE))
+        state = self.pool.state_blocks
+        self.new_blocks_are_free(table.blocks[:state] + table.blocks[state + table.num_cached :])
+        assert table.num_cached <= table.num_known <= (size - 1) // SIZE
+        held = Held(table, tokens, chain, salt, table.num_cached * SIZE)
+        if computes:
+            assert bool(table.copies) == bool(table.num_cached and state)
+        else:
+            assert not table.copies and table.num_cached == table.num_known
+            # A hand-over brings it.
+            self.memory |= self.state_of(held, held.written, table.blocks)
+        self.held.append(held)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -133,13 +150,21 @@ class PoolMachine(RuleBasedStateMachine):
         touched = {block for held in self.held for block in held.table.blocks}
         flight = Flight(self.step, touched | {copy.source for copy in copies})
         for held in self.held:
+            first, last = held.written // SIZE, len(held.tokens) // SIZE
+            for end in ({first + 1, last} if last > first else ()) if self.state_positions else ():
+                if (made := self.pool.snapshot()) is not None:
+                    self.new_blocks_are_free([*made.blocks])
+                    flight.made.append((held, end * SIZE, made))
+                    self.memory |= self.state_of(held, end * SIZE, made.blocks)
+                    flight.touched.update(made.blocks)
+        for held in self.held:
             for position in range(held.written, len(held.tokens)):
                 written = (held.salt, position, held.tokens[position])
                 self.memory[self.place(held, position)] = written
             held.written = len(held.tokens)
             held.in_flight += 1
             flight.wrote.append((held, held.written))
-            self.memory |= self.state_of(held)
+            self.memory |= self.state_of(held, held.written, held.table.blocks)
         self.pool.launched(self.step)
         self.flights.append(flight)
 
@@ -152,6 +177,11 @@ class PoolMachine(RuleBasedStateMachine):
             if held in self.held:
                 held.chain.extend(held.tokens, written // SIZE)
                 self.pool.publish(held.table, held.chain, written // SIZE)
+        for held, end, made in flight.made:
+            if held in self.held:
+                self.pool.keep(made, held.chain.links[end // SIZE - 1])
+            else:
+                self.pool.drop_snapshot(made)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -170,13 +200,17 @@ class PoolMachine(RuleBasedStateMachine):
                 found = self.memory[self.place(held, position)]
                 assert found == (held.salt, position, held.tokens[position])
             if held.written and not held.table.copies:
-                assert self.state_of(held).items() <= self.memory.items()
+                state = self.state_of(held, held.written, held.table.blocks)
+                assert state.items() <= self.memory.items()
 
     @invariant()
     def books_agree(self) -> None:
         self.pool.check()
         assert self.pool.num_tables == len(self.held)
         owned = {block for held in self.held for block in held.table.blocks}
+        assert owned.isdisjoint(
+            block for f in self.flights for *_, m in f.made for block in m.blocks
+        )
         if not self.flights and not any(held.table.copies for held in self.held):
             assert self.pool.num_free == self.pool.num_blocks - len(owned)
 
@@ -185,6 +219,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(held.table)
         for flight in self.flights:
             self.pool.completed(flight.step)
+            for *_, made in flight.made:
+                self.pool.drop_snapshot(made)
         self.pool.check()
         assert self.pool.num_free == self.pool.num_blocks
 

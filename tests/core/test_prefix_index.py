@@ -23,29 +23,34 @@ CHAINS = tuple(
 )
 
 
-def held(units: set[bytes], chain: tuple[bytes, ...]) -> int:
-    """How many units from its start on are here."""
+def held(units: set[bytes], chain: tuple[bytes, ...], gaps: bool) -> int:
+    """How many units from its start on are here; with gaps, up to the last one that is."""
+    if gaps:
+        return max((n for n, unit in enumerate(chain, 1) if unit in units), default=0)
     return next((n for n, unit in enumerate(chain) if unit not in units), len(chain))
 
 
 class Cache:
-    """A worker's cache of beginnings, its log, and a reader that may lose batches."""
+    """A worker's cache of beginnings, its log, and a reader that may lose batches. gaps: it tells
+    the ends of beginnings alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, gaps: bool) -> None:
+        self.gaps = gaps
         self.units: set[bytes] = set()
         self._changes: deque[Change] = deque()
         self._log = CacheLog(self._changes, max_kept=8)
         self.reader = CacheReader(self._log)
 
     def reach(self, chain: tuple[bytes, ...], units: int) -> None:
-        """Makes it hold so many of a chain's units."""
-        for unit in chain[:units]:
+        """Makes it hold so many of a chain's units; or, with gaps, every other of them."""
+        wanted = chain[:units][:: -2 if self.gaps else 1]
+        for unit in wanted:
             if unit not in self.units:
                 self._changes.append((unit, True))
-        for unit in reversed(chain[units:]):
-            if unit in self.units:
+        for unit in reversed(chain):
+            if unit in self.units and unit not in wanted:
                 self._changes.append((unit, False))
-        self.units = (self.units - set(chain)) | set(chain[:units])
+        self.units = (self.units - set(chain)) | set(wanted)
 
     def watch_again(self) -> None:
         self.reader = CacheReader(self._log)
@@ -72,11 +77,11 @@ class Index(RuleBasedStateMachine):
         return share >= DEPTH * len(CHAINS)
 
     @precondition(lambda self: len(self.caches) < 5)
-    @rule()
-    def comes(self) -> None:
-        number = self.index.join()
+    @rule(gaps=st.booleans())
+    def comes(self, gaps: bool) -> None:
+        number = self.index.join(gaps=gaps)
         assert number == min(set(range(6)) - self.caches.keys())
-        self.caches[number] = Cache()
+        self.caches[number] = Cache(gaps)
         self.behind.add(number)
         if not self.roomy:
             self.squeezed = set(self.caches)
@@ -138,7 +143,7 @@ class Index(RuleBasedStateMachine):
             )
             for number, cache in self.caches.items():
                 if number not in self.behind:
-                    there = held(cache.units, chain)
+                    there = held(cache.units, chain, cache.gaps)
                     assert found.units(number) <= there
                     if number not in self.squeezed:
                         assert found.units(number) == there

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from batonlm.core.errors import ContextLengthExceeded, Internal, InvalidArgument
 from batonlm.core.kvcache.block_pool import BlockPool
-from batonlm.core.request.attempt import AttemptKey, SequenceKey
+from batonlm.core.kvcache.cache_events import Change
+from batonlm.core.kvcache.prefix import PrefixChain, namespace
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.scheduler.events import KvComplete
 from batonlm.core.scheduler.loop import EngineLoop
-from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.core.scheduler.plan import Chunk, StateCopy, StepPlan
 from batonlm.core.scheduler.policy import PREFILL, SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
 from tests.core.attempts import (
@@ -18,7 +22,10 @@ from tests.core.attempts import (
     attempt,
     decode_loop,
     expected,
+    fill_in,
+    handed_over,
     packed,
+    pool_of,
     prefill_loop,
     run_out,
     runner,
@@ -150,16 +157,133 @@ def test_a_preempted_sequence_goes_on_with_its_state(
     assert loop.scheduler.load.free_blocks == 28
 
 
-def test_nothing_is_found_in_a_cache_and_nothing_is_reported_to_be_in_one() -> None:
-    changes: list[object] = []
-    engine = runner(64, state_positions=STATE)
-    pool = BlockPool(64, BLOCK_SIZE, changes.append, state_positions=STATE)
+def cached(loop: EngineLoop, one: Attempt) -> int:
+    """Runs an attempt, whose tokens must be right; returns how many positions were found."""
+    loop.scheduler.add(one, 0.0)
+    events = run_out(loop)
+    assert Outputs().take(events).of(one) == expected(replace(one, request_id="r"), 0, STATE)
+    (complete,) = [event for event in events if isinstance(event, KvComplete)]
+    return complete.cached_tokens
+
+
+def parting(request_id: str, shared: int, seed: int) -> Attempt:
+    """An input of 30 tokens that begins with so many of seed 0's."""
+    one, other = attempt(size=30), attempt(request_id, size=30, seed=seed)
+    return replace(other, token_ids=one.token_ids[:shared] + other.token_ids[shared:])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prefix_is_found_where_the_state_behind_it_is_kept(depth: int) -> None:
+    loop = decode_loop(128, depth=depth, state_positions=STATE)
+    assert cached(loop, attempt("first", size=30)) == 0
+    assert cached(loop, attempt("same", size=30)) == 28
+    assert cached(loop, attempt("longer", size=35)) == 28
+    assert cached(loop, attempt("another's", size=30, salt=b"tenant")) == 0
+    assert cached(loop, attempt("shorter", size=15)) == 0, "no state was kept inside of it"
+    # Where an input parts from what is known, a state is kept: others may part there, too.
+    assert cached(loop, parting("parts", 19, seed=1)) == 12
+    assert cached(loop, parting("parts, too", 18, seed=2)) == 16
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_next_turn_of_a_conversation_goes_on_from_the_last_ones_end(depth: int) -> None:
+    """In the cache of the worker that decoded it, also if that got the first turn from another."""
+    one = attempt(size=10, max_tokens=16)
+    first, kv = handed_over(one, 0, STATE)
+    loop = decode_loop(128, depth=depth, state_positions=STATE)
+    assert loop.scheduler.reserve(one, 0.0) == 0
+    fill_in(loop, one, 0, kv)
+    loop.scheduler.admit(one.key, first.tokens, 0.0)
+    answer = Outputs().take(run_out(loop)).of(one)[0]
+    assert answer == expected(one, 0, STATE)[0]
+    turns = (*one.token_ids, *answer)
+    following = replace(attempt("next"), token_ids=(*turns, 9, 8, 7), num_prompt_tokens=29)
+    assert cached(loop, following) == 24, "the last of the 26 is never computed"
+    assert loop.scheduler.load.free_blocks == 128
+
+
+def test_kv_is_found_without_a_state_where_the_state_is_handed_over() -> None:
+    """Another worker's state takes the place of what a prefix lacks here."""
+    loop = decode_loop(128, state_positions=STATE)
+    assert cached(loop, attempt("first", size=30)) == 0
+    one = attempt("second", size=18)
+    first, kv = handed_over(replace(one, request_id="r"), 0, STATE)
+    assert loop.scheduler.reserve(one, 0.0) == 16
+    fill_in(loop, one, 16, kv)
+    tokens = [each._replace(key=each.key._replace(request_id="second")) for each in first.tokens]
+    loop.scheduler.admit(one.key, tokens, 0.0)
+    made = Outputs().take(run_out(loop)).of(one)
+    assert made == expected(replace(one, request_id="r"), 0, STATE)
+
+
+def test_the_cache_tells_the_ends_behind_which_it_has_a_state() -> None:
+    changes: list[Change] = []
+    engine = runner(128, state_positions=STATE)
+    pool = BlockPool(128, BLOCK_SIZE, changes.append, state_positions=STATE)
     loop = EngineLoop(engine, Scheduler(pool, SchedulerPolicy(), engine.model))
-    for number in range(2):
-        loop.scheduler.add(attempt(f"r{number}", size=80), 0.0)
-        (complete,) = [e for e in run_out(loop) if isinstance(e, KvComplete)]
-        assert complete.cached_tokens == 0
-    assert not changes
+    namespaces = namespace(b"", engine.model.digest), namespace(b"", engine.model.tokenizer_digest)
+    chain = PrefixChain(*namespaces, BLOCK_SIZE)
+    chain.extend(attempt(size=70).token_ids, 16)
+    assert cached(loop, attempt("short", size=64)) == 0
+    assert not changes, "the state behind 64 is that of one position more than is computed first"
+    assert cached(loop, attempt("long", size=70)) == 0
+    assert changes == [(chain.links[-1].units[-1], True)]
+    assert cached(loop, attempt("again", size=70)) == 64
+    # What needs all of the pool takes the snapshot's blocks, and they are no prefix any more.
+    table = pool.allocate(128)
+    assert table is not None and changes[1:] == [(changes[0][0], False)]
+    pool.release(table)
+    loop.idle_check()
+
+
+def test_an_input_that_needs_the_whole_pool_does_without_what_it_would_find() -> None:
+    blocks = STATE_BLOCKS + 9
+    loop = decode_loop(blocks, SchedulerPolicy(headroom=1), state_positions=STATE)
+    assert cached(loop, attempt("first", size=30, max_tokens=4)) == 0
+    assert loop.scheduler.sequences.load.free_blocks == blocks
+    assert cached(loop, attempt("second", size=32, max_tokens=4)) == 0
+
+
+def test_states_are_kept_within_a_share_of_the_pool() -> None:
+    engine = runner(64, state_positions=STATE)
+    pool = pool_of(engine)
+    loop = EngineLoop(engine, Scheduler(pool, SchedulerPolicy(headroom=8), engine.model))
+    for number in range(20):
+        assert cached(loop, attempt(f"r{number}", size=10, seed=number)) == 0
+        assert pool.num_snapshots * STATE_BLOCKS <= 16
+    assert cached(loop, attempt("newest", size=10, seed=19)) == 8
+    assert cached(loop, attempt("oldest", size=10, seed=0)) == 0
+
+
+def test_what_is_computed_position_by_position_is_worth_less() -> None:
+    """Of models that take up a state only so, a prefix is used where little follows it."""
+    engine = runner(128, state_positions=STATE)
+    pool = BlockPool(
+        128, BLOCK_SIZE, state_positions=STATE, snapshot_positions=BLOCK_SIZE, stepwise=True
+    )
+    loop = EngineLoop(engine, Scheduler(pool, SchedulerPolicy(), engine.model))
+    assert cached(loop, attempt("first", size=30, max_tokens=1)) == 0
+    assert cached(loop, attempt("a little", size=35, max_tokens=1)) == 28
+    assert cached(loop, attempt("much", size=60, max_tokens=1)) == 0
+
+
+def test_a_state_that_is_copied_in_the_wrong_place_is_refused() -> None:
+    engine = runner(16, state_positions=STATE)
+
+    def copying(*copies: StateCopy) -> StepPlan:
+        return StepPlan(1, (Chunk(0, (5,) * 8, 0, ((0, 4),), state_copies=copies),))
+
+    for wrong in (
+        (StateCopy(0, ((4, 2),)),),
+        (StateCopy(9, ((4, 2),)),),
+        (StateCopy(8, ((4, 2),)), StateCopy(4, ((6, 2),))),
+        (StateCopy(4, ((4, 1),)),),
+        (StateCopy(4, ((3, 2),)),),
+        (StateCopy(4, ((4, 2),)), StateCopy(8, ((5, 2),))),
+    ):
+        with pytest.raises(Internal):
+            engine.submit(copying(*wrong))
+    engine.submit(copying(StateCopy(4, ((4, 2),)), StateCopy(8, ((6, 2),))))
 
 
 def test_what_fits_a_pool_is_what_its_states_leave() -> None:

@@ -55,8 +55,8 @@ def test_streams_move_with_their_states_when_a_decode_worker_drains(
             return relay.metric(relay.router, "baton_moves_total", outcome="moved") > moved
 
         until_it_comes_about(they_move, "sequences on a worker that leaves")
-        for worker in (*relay.processes("prefill"), *relay.processes("decode")):
-            assert relay.metric(worker, "baton_cached_tokens_total") == 0
+        for worker in relay.processes("prefill"):
+            assert relay.metric(worker, "baton_cached_tokens_total") > 0
     finally:
         relay.close()
 

@@ -34,6 +34,7 @@ class Watched:
 
     def submit(self, plan: StepPlan) -> None:
         self.asked["copies"] += len(plan.copies)
+        self.asked["states"] += sum(len(chunk.state_copies) for chunk in plan.chunks)
         self.asked["swapped out"] += sum(len(swap.blocks) for swap in plan.swap_out)
         self.asked["swapped in"] += sum(len(swap.blocks) for swap in plan.swap_in)
         self.asked["pending"] += sum(tuple(c.token_ids) == (PENDING,) for c in plan.chunks)
@@ -100,7 +101,12 @@ def decode_loop(
 ) -> EngineLoop:
     """Over the first num_blocks of a runner's memory, with hardly any headroom."""
     scheduler = Scheduler(
-        BlockPool(num_blocks, runner.block_size, state_positions=runner.layout.state_positions),
+        BlockPool(
+            num_blocks,
+            runner.block_size,
+            state_positions=runner.layout.state_positions,
+            stepwise=getattr(runner, "stepwise", False),
+        ),
         policy or SchedulerPolicy(headroom=1),
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,

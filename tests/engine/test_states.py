@@ -93,6 +93,11 @@ def test_states_are_swapped_and_forked(arch: str, saved: Callable[[str], Path]) 
         assert generate(runner, prompts[:1], [table], NEW_TOKENS, start=21) == wanted[:1]
 
 
+KEPT_AHEAD = [
+    (arch, 2) if arch in FAST else pytest.param(arch, 2, marks=pytest.mark.deep)
+    for arch in ("lfm2", "jamba", "qwen3_next", "mamba2", "falcon_h1")
+]
+"""Each kind of state, with steps planned ahead."""
 LATER = 64
 """Tokens behind which a sequence has grown by blocks that a tight pool lacks."""
 
@@ -116,6 +121,30 @@ def test_preempted_sequences_go_on_with_the_same_tokens(
     assert loop.scheduler.preemptions[way] > 0
     assert (asked(loop)["pending"] > 0) == (depth > 1)
     assert [heard.tokens[SequenceKey(name, 0, 0)] for name in names] == wanted
+
+
+@pytest.mark.parametrize(("arch", "depth"), [("lfm2", 1), *KEPT_AHEAD])
+def test_what_goes_on_from_a_kept_state_has_the_tokens_of_the_whole(
+    arch: str, depth: int, saved: Callable[[str], Path]
+) -> None:
+    """The same prompt again, a second turn, and one that parts from both where no state is kept,
+    before one that parts at the same place."""
+    (prompt,), others = random_prompts((150,), VOCAB), random_prompts((21, 22, 23), VOCAB)
+    turns = [prompt, prompt, prompt + expected(arch, [prompt], LATER)[0] + others[0]]
+    turns += [prompt[:100] + other for other in others[1:]]
+    wanted = expected(arch, turns, LATER)
+    runner = load(saved(arch))
+    loop = decode_loop(runner, POOL, depth=depth)
+    found = []
+    for number, (turn, tokens) in enumerate(zip(turns, wanted, strict=True)):
+        heard = run(loop, [attempt(f"r{number}", turn, LATER)])
+        assert heard.tokens[SequenceKey(f"r{number}", 0, 0)] == tokens
+        found.append(heard.cached[f"r{number}"])
+    if runner.stepwise:
+        # What follows the first 64 positions takes longer alone than all of them in one piece.
+        assert found == [0, 128, 192, 0, 0]
+    else:
+        assert found == [0, 128, 192, 0, 64]
 
 
 @pytest.mark.parametrize("arch", ["lfm2", "mamba"])

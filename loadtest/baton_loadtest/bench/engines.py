@@ -281,6 +281,7 @@ def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
             runner.num_blocks,
             runner.block_size,
             state_positions=runner.layout.state_positions,
+            stepwise=getattr(runner, "stepwise", False),
         ),
         rules,
         runner.model,

@@ -189,6 +189,11 @@ class TorchRunner:
     def exact(self) -> bool:
         return not self.not_exact_because
 
+    @property
+    def stepwise(self) -> bool:
+        """Whether a state is taken up by single positions only."""
+        return isinstance(self._backend, OwnBackend) and self._backend.stepwise
+
     @torch.inference_mode()
     def load_adapter(self, folder: Path) -> AdapterDescription:
         if self._adapters is None:

@@ -366,10 +366,13 @@ class FakeRunner:
         if chunk.first_position:
             state = self._memory.read(chunk.extents, 0, size)
         states = []
-        for token_id in token_ids:
+        copied = {copy.position: copy.extents for copy in chunk.state_copies}
+        for position, token_id in enumerate(token_ids, chunk.first_position + 1):
             whole = state + struct.pack("<i", token_id) + chunk.adapter.encode()
             state = shake_128(whole).digest(len(state))
             states.append(state)
+            if position in copied:
+                self._memory.write(copied[position], 0, size, state)
         self._memory.write(chunk.extents, 0, size, state)
         return states
 

@@ -343,7 +343,8 @@ Global___WorkerSpeed: _TypeAlias = WorkerSpeed  # noqa: Y015
 @_typing.final
 class CacheEvents(_message.Message):
     """Changes of a worker's prefix cache, in units of 64 tokens. A unit is present when KV of all tokens
-    up to its end is cached. No unit appears twice in one message.
+    up to its end is cached; for a model with a state, when the state behind it is, too, and then not
+    all units before it are. No unit appears twice in one message.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -162,6 +162,7 @@ def engine_loop(
         runner.block_size,
         report,
         state_positions=runner.layout.state_positions,
+        stepwise=getattr(runner, "stepwise", False),
     )
     blocks = runner.num_swap_blocks
     return EngineLoop(runner, Scheduler(pool, policy, runner.model, num_swap_blocks=blocks))

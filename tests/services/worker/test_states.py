@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from math import lcm
 
 import pytest
 
 from batonlm.core.errors import Incompatible
 from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.kvcache.prefix import UNIT_TOKENS
 from batonlm.testing.fake_runner import FakeRunner
 from batonlm.transfer import nixl
 from tests.services.worker.pair import (
@@ -38,7 +40,8 @@ TRANSPORTS = [
 async def test_tokens_equal_an_undisturbed_engines(
     transport: str, block_sizes: tuple[int, int]
 ) -> None:
-    """Again and again: nothing is found in a prefix cache."""
+    """The second time the receiver finds KV and is sent the rest with the state; the sender goes on
+    from a state that it kept."""
     async with (
         pair(transport, block_sizes=block_sizes, state_positions=STATE, num_blocks=256) as world,
         router(world) as end,
@@ -49,9 +52,14 @@ async def test_tokens_equal_an_undisturbed_engines(
             await end.start(one, handover_id)
             answer = await world.run(one, handover_id)
             assert await end.ended(one) == reference(one, STATE)
-            started = end.started[one.key]
-            assert started.received_bytes == 16 * (len(one.token_ids) + STATE)
-            assert started.cached_tokens == answer.cached_tokens == 0
+            started, size = end.started[one.key], len(one.token_ids)
+            assert started.received_bytes == 16 * (size - started.cached_tokens + STATE)
+            if number:
+                assert started.cached_tokens == size // block_sizes[1] * block_sizes[1]
+                every = lcm(block_sizes[0], UNIT_TOKENS)
+                assert answer.cached_tokens == (size - 1) // every * every
+            else:
+                assert started.cached_tokens == answer.cached_tokens == 0
 
 
 async def test_a_sequence_leaves_with_its_state() -> None:
@@ -86,7 +94,9 @@ async def test_a_sequence_leaves_with_its_state() -> None:
             (choice,) = heir.choices
             rest = (await end.ended(heir))[choice]
             assert expected[choice][: heir.position] + rest == expected[choice]
-            assert end.started[heir.key].received_bytes == 16 * (len(heir.token_ids) + STATE)
+            started = end.started[heir.key]
+            sent = len(heir.token_ids) - started.cached_tokens + STATE
+            assert started.received_bytes == 16 * sent
 
 
 def held_at_the_state(

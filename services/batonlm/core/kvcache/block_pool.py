@@ -16,20 +16,24 @@ launched before the release is done. That takes a call of `launched` and `comple
 in order. Swap memory has owners in the same way (`SwapSpace`).
 
 Where the model's layers keep a state, each table begins with blocks of its own for it, which every
-step rewrites. A prefix is then worth nothing without the state behind it, so none is cached.
+step rewrites. Computing goes on from a cached prefix only where the state behind it is known, too:
+a `StateSnapshot`, blocks with a copy of a sequence's state, which a step makes at positions that
+are multiples of `snapshot_positions`. Snapshots are cached like KV: evicted oldest first, gone with
+their prefix's last block, and never more than a quarter of the pool.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import lcm
 from typing import NamedTuple
 
 from batonlm.core.kvcache.cache_events import CachedUnits, OnChange, units_in
-from batonlm.core.kvcache.prefix import PrefixChain, PrefixLink
+from batonlm.core.kvcache.prefix import UNIT_TOKENS, PrefixChain, PrefixLink
 
 Extents = tuple[tuple[int, int], ...]
 """A BlockTable as runs of consecutive ids: (first block, number of blocks), in position order."""
@@ -59,6 +63,7 @@ class BlockTable:
         "blocks",
         "copies",
         "num_cached",
+        "num_known",
         "num_published",
         "room_end",
     )
@@ -66,9 +71,12 @@ class BlockTable:
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.num_cached = 0
-        """Leading blocks that came from the prefix cache."""
+        """Leading blocks of positions that came from the prefix cache."""
+        self.num_known = 0
+        """Leading blocks of positions that were found there; without the state behind them, some
+        were not taken."""
         self.num_published = 0
-        """Leading blocks that can be found there."""
+        """Leading blocks of positions that can be found there."""
         self.room_end = 0
         """The block at which the room ends that the pool kept behind the last one, or less."""
         self.copies: tuple[BlockCopy, ...] = ()
@@ -93,6 +101,24 @@ class BlockTable:
                 runs.append((block, 1))
         self._extents = None
 
+
+@dataclass(slots=True, eq=False)
+class StateSnapshot:
+    """Blocks with a copy of a sequence's state, made by the step that was planned when they were
+    taken. Whoever took it returns it when that step is done: `BlockPool.keep` or `drop_snapshot`.
+    """
+
+    blocks: tuple[int, ...]
+    extents: Extents
+    link: PrefixLink | None = None
+    """The last block of the prefix with which it can be found, while it can."""
+
+
+_SNAPSHOT_SHARE = 4
+"""Snapshots take at most the pool's blocks divided by this."""
+
+_LONE_COST = 4
+"""A position computed alone takes as long as so many of a chunk."""
 
 _GROWTH_ROOM = 16
 """A table that cannot grow in place goes on where it finds this many blocks in a row, so that it
@@ -119,9 +145,14 @@ class BlockPool:
         report: OnChange = lambda change: None,
         *,
         state_positions: int = 0,
+        snapshot_positions: int = 0,
+        stepwise: bool = False,
     ):
         """report: called with every unit that the prefix cache gains or loses (`CachedUnits`).
-        state_positions: of the model's `KvLayout`."""
+        state_positions: of the model's `KvLayout`. snapshot_positions: a multiple of block_size; 0:
+        as few as routers can tell apart. stepwise: a state is taken up by single positions only, so
+        what follows a prefix costs more than it does in one piece with it.
+        """
         if num_blocks < 1 or block_size < 1:
             raise ValueError("a pool needs at least one block of at least one position")
         self.num_blocks = num_blocks
@@ -130,16 +161,25 @@ class BlockPool:
         """At the front of each table."""
         if num_blocks <= self.state_blocks:
             raise ValueError("a pool needs at least one block behind a sequence's state")
+        self.snapshot_positions = snapshot_positions or lcm(block_size, UNIT_TOKENS)
+        """States are kept behind multiples of so many positions."""
         self._state_positions = state_positions
+        self._stepwise = stepwise
         self._unused = bytearray(_UNUSED * num_blocks)
         self._num_unused = num_blocks
         self._num_kept = 0
         self._references = [0] * num_blocks
         self._links: dict[int, PrefixLink] = {}
         self._by_digest: dict[bytes, int] = {}
-        self._units = CachedUnits(report)
+        self._units = CachedUnits(report, marked_only=state_positions > 0)
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._tables: set[BlockTable] = set()
+        self._snapshots: OrderedDict[bytes, StateSnapshot] = OrderedDict()
+        """Those that can be found, by their links' digests, least recently used first."""
+        self._saved: dict[int, StateSnapshot] = {}
+        """The same by each of their blocks."""
+        self._unmade: set[StateSnapshot] = set()
+        """Those that belong to a step in flight."""
         self._newest_launched = 0
         self._newest_completed = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()
@@ -148,8 +188,15 @@ class BlockPool:
         """Tables whose copies are not claimed yet."""
 
     @property
-    def caches_prefixes(self) -> bool:
-        return not self.state_blocks
+    def num_snapshots(self) -> int:
+        """Those that can be found, and those in the making."""
+        return len(self._snapshots) + len(self._unmade)
+
+    def snapshot_worth(self, position: int, num_positions: int) -> bool:
+        """Whether it is quicker to compute an input of num_positions from the state behind one of
+        them than as a whole."""
+        behind = num_positions - position
+        return not self._stepwise or behind * _LONE_COST <= position
 
     @property
     def num_positions(self) -> int:
@@ -194,28 +241,52 @@ class BlockPool:
         max_cached: int = 0,
         keep_free: int = 0,
         room: int = 0,
+        *,
+        computes: int = 0,
     ) -> BlockTable | None:
         """A table of num_blocks, or None when fewer than keep_free would stay free after it.
 
         None changes nothing. room: by how many blocks it will likely grow.
 
-        Up to max_cached leading blocks come from the prefix cache as far as `chain` is found there
-        (`BlockTable.num_cached` is how many); they are shared and must not be written. The others
-        are one run of consecutive ids where possible, following the last shared one if it can.
+        Up to max_cached leading blocks of positions come from the prefix cache as far as `chain` is
+        found there (`BlockTable.num_cached` is how many); they are shared and must not be written.
+        The others are one run of consecutive ids where possible, following the last shared one if
+        it can.
+
+        computes: the length of the input of which the rest is computed, for which the state behind
+        the cached blocks has to be there, too; it is put into the table by `BlockTable.copies`,
+        which `claim_copies` puts into the step that computes the first of the rest. 0: the state
+        comes from elsewhere.
         """
-        hits = []
-        if chain is not None and self.caches_prefixes:
-            hits = self._lookup(chain, min(max_cached, num_blocks))
-        revived = sum(1 for block in hits if not self._references[block])
-        if num_blocks - len(hits) + keep_free > self.num_free - revived:
+        state = self.state_blocks
+        known = [] if chain is None else self._lookup(chain, min(max_cached, num_blocks - state))
+        found: list[tuple[list[int], StateSnapshot | None]] = [(known, None)]
+        if state and computes and chain is not None:
+            count, snapshot = self._deepest(chain, len(known), computes)
+            # Whoever takes all of the pool has no room for a copy beside it.
+            found = [(known[:count], snapshot), ([], None)] if snapshot else [([], None)]
+        for hits, snapshot in found:
+            copied = snapshot.blocks if snapshot is not None else ()
+            revived = sum(1 for block in (*hits, *copied) if not self._references[block])
+            if num_blocks - len(hits) + keep_free <= self.num_free - revived:
+                break
+        else:
             return None
-        for block in hits:
+        for block in (*hits, *copied):
             self._refer(block)
         table = BlockTable()
         table.num_cached = table.num_published = len(hits)
+        table.num_known = len(known)
+        if state and hits:
+            self._take(table, state, 0)
         table.extend(hits)
-        self._take(table, num_blocks - len(hits), room)
+        self._take(table, num_blocks - len(table.blocks), room)
         self._tables.add(table)
+        if snapshot is not None:
+            assert snapshot.link is not None
+            self._snapshots.move_to_end(snapshot.link.digest)
+            table.copies = self._state_copies(copied, table.blocks)
+            self.num_uncopied += 1
         return table
 
     def fork(
@@ -242,13 +313,11 @@ class BlockPool:
         self._take(child, state, 0)
         child.extend(shared)
         self._take(child, num_blocks - state - full, room)
-        copied = {i: min(size, self._state_positions - i * size) for i in range(state)}
+        child.copies = self._state_copies(table.blocks, child.blocks)
         if partial:
-            copied[state + full] = partial
-        if copied:
-            child.copies = tuple(
-                BlockCopy(table.blocks[i], child.blocks[i], count) for i, count in copied.items()
-            )
+            last = state + full
+            child.copies += (BlockCopy(table.blocks[last], child.blocks[last], partial),)
+        if child.copies:
             self.num_uncopied += 1
             for copy in child.copies:
                 self._refer(copy.source)
@@ -275,16 +344,56 @@ class BlockPool:
         return True
 
     def publish(self, table: BlockTable, chain: PrefixChain, num_blocks: int) -> None:
-        """Lets others find the first num_blocks by their prefix. Their KV is computed."""
-        if not self.caches_prefixes:
-            return
+        """Lets others find the first num_blocks of positions by their prefix. Their KV is
+        computed."""
         for index in range(table.num_published, num_blocks):
-            link, block = chain.links[index], table.blocks[index]
+            link, block = chain.links[index], table.blocks[self.state_blocks + index]
             if link.digest not in self._by_digest:
                 self._by_digest[link.digest] = block
                 self._links[block] = link
                 self._units.add(link)
         table.num_published = max(table.num_published, num_blocks)
+
+    def snapshot(self, keep_free: int = 0) -> StateSnapshot | None:
+        """Takes blocks for a copy of a state that the step makes which is planned now and launched
+        next. None when fewer than keep_free would stay free, or snapshots have their share of the
+        pool and none is left to evict."""
+        state = self.state_blocks
+        if not state or state + keep_free > self.num_free:
+            return None
+        if (self.num_snapshots + 1) * state > self.num_blocks // _SNAPSHOT_SHARE:
+            if not self._snapshots:
+                return None
+            self._evict_snapshot(next(iter(self._snapshots.values())))
+        holder = BlockTable()
+        self._take(holder, state, 0)
+        snapshot = StateSnapshot(tuple(holder.blocks), holder.extents)
+        self._unmade.add(snapshot)
+        return snapshot
+
+    def keep(self, snapshot: StateSnapshot, link: PrefixLink) -> bool:
+        """The step that made a snapshot is done: it holds the state behind a prefix, with whose KV
+        it can be found from now on. Without that KV, or where that has a snapshot, it is dropped.
+        Returns whether it was kept."""
+        block = self._by_digest.get(link.digest)
+        kept = block is not None and self._links[block] == link
+        kept = kept and link.digest not in self._snapshots
+        if kept:
+            snapshot.link = link
+            self._snapshots[link.digest] = snapshot
+            self._saved |= dict.fromkeys(snapshot.blocks, snapshot)
+            self._units.mark(link)
+        self._unmade.remove(snapshot)
+        self._drop(list(snapshot.blocks))
+        return kept
+
+    def drop_snapshot(self, snapshot: StateSnapshot) -> None:
+        """Gives a snapshot up, whether it is in the making, can be found, or was evicted."""
+        if snapshot in self._unmade:
+            self._unmade.remove(snapshot)
+            self._drop(list(snapshot.blocks))
+        elif snapshot.link is not None:
+            self._evict_snapshot(snapshot)
 
     def release(self, table: BlockTable) -> None:
         """Gives a table up. Its blocks are free once no step in flight can touch them.
@@ -348,6 +457,8 @@ class BlockPool:
             covered = [first + i for first, count in table.extents for i in range(count)]
             if covered != table.blocks:
                 raise InvariantBroken("a table's extents are not its blocks")
+        for snapshot in self._unmade:
+            owned.update(snapshot.blocks)
         if self.num_uncopied != sum(bool(table.copies) for table in self._tables):
             raise InvariantBroken("tables that need a copy are miscounted")
         for block in range(self.num_blocks):
@@ -356,17 +467,26 @@ class BlockPool:
             states = (owned[block] > 0, block in self._evictable, self._unused[block] != 0)
             if sum(states) != 1:
                 raise InvariantBroken(f"block {block} is not in exactly one state")
-            if states[2] and block in self._links:
+            named = (block in self._links) + (block in self._saved)
+            if states[2] and named:
                 raise InvariantBroken(f"block {block} is unused and still named by a prefix")
-            if states[1] and block not in self._links:
-                raise InvariantBroken(f"block {block} is cached under no prefix")
+            if named > 1 or states[1] > named:
+                raise InvariantBroken(f"block {block} is cached under no prefix, or as two things")
         if self._num_unused != self.num_blocks - self._unused.count(_TAKEN):
             raise InvariantBroken("unused blocks are miscounted")
         if self._num_kept != self._unused.count(_KEPT):
             raise InvariantBroken("kept blocks are miscounted")
         if self._by_digest != {link.digest: block for block, link in self._links.items()}:
             raise InvariantBroken("the prefix cache's two directions differ")
-        if self._units.present != units_in(self._links.values()):
+        if self._saved != {b: each for each in self._snapshots.values() for b in each.blocks}:
+            raise InvariantBroken("snapshots' blocks are not those that are saved")
+        if self.num_snapshots * self.state_blocks > self.num_blocks // _SNAPSHOT_SHARE:
+            raise InvariantBroken("snapshots take more than their share")
+        for digest, snapshot in self._snapshots.items():
+            if snapshot.link != self._links.get(self._by_digest.get(digest, -1)):
+                raise InvariantBroken("a snapshot is kept without its prefix")
+        marked = self._snapshots.keys() if self.state_blocks else None
+        if self._units.present != units_in(self._links.values(), marked):
             raise InvariantBroken("the units reported are not those in the prefix cache")
 
     def _lookup(self, chain: PrefixChain, limit: int) -> list[int]:
@@ -377,6 +497,41 @@ class BlockPool:
                 break
             hits.append(block)
         return hits
+
+    def _deepest(
+        self, chain: PrefixChain, limit: int, computes: int
+    ) -> tuple[int, StateSnapshot | None]:
+        """The longest prefix of at most `limit` blocks whose state is kept, in blocks, and that
+        state."""
+        for count in range(limit, 0, -1):
+            if not self.snapshot_worth(count * self.block_size, computes):
+                break
+            snapshot = self._snapshots.get(chain.links[count - 1].digest)
+            if snapshot is not None and snapshot.link == chain.links[count - 1]:
+                return count, snapshot
+        return 0, None
+
+    def _state_copies(
+        self, sources: Sequence[int], targets: Sequence[int]
+    ) -> tuple[BlockCopy, ...]:
+        """Of the state at the front of some blocks to the front of others."""
+        size, num_positions = self.block_size, self._state_positions
+        return tuple(
+            BlockCopy(sources[i], targets[i], min(size, num_positions - i * size))
+            for i in range(self.state_blocks)
+        )
+
+    def _evict_snapshot(self, snapshot: StateSnapshot) -> None:
+        assert snapshot.link is not None
+        self._units.unmark(snapshot.link)
+        del self._snapshots[snapshot.link.digest]
+        snapshot.link = None
+        for block in snapshot.blocks:
+            del self._saved[block]
+            if not self._references[block]:
+                del self._evictable[block]
+                self._unused[block : block + 1] = _UNUSED
+                self._num_unused += 1
 
     def _refer(self, block: int) -> None:
         if not self._references[block]:
@@ -394,7 +549,7 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if block in self._links:
+            if block in self._links or block in self._saved:
                 self._evictable[block] = None
             else:
                 self._unused[block] = 1
@@ -429,8 +584,14 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         """Until so many blocks are unused and not kept, or the prefix cache is empty."""
         while self._num_unused - self._num_kept < count and self._evictable:
-            block, _ = self._evictable.popitem(last=False)
+            block = next(iter(self._evictable))
+            if (snapshot := self._saved.get(block)) is not None:
+                self._evict_snapshot(snapshot)
+                continue
+            del self._evictable[block]
             link = self._links.pop(block)
+            if (snapshot := self._snapshots.get(link.digest)) is not None:
+                self._evict_snapshot(snapshot)
             del self._by_digest[link.digest]
             self._units.remove(link)
             self._unused[block : block + 1] = _UNUSED

@@ -4,6 +4,9 @@ A unit is in the cache when every block up to its end is: a block whose predeces
 cannot be found, so its units are gone with the predecessor's, and back with it. A block that is
 longer than what its units need may share them with others; a unit stays as long as one of them.
 
+Where computing can go on only behind blocks with the state of a sequence, which are marked, a unit
+is in the cache when it is the last one of a marked block. The units before it need not be.
+
 Every change has a number, from 0. A reader gets a snapshot first, which carries the number of the
 first change after it, and then all changes in order; one that falls behind what is kept gets a
 snapshot again. So a reader that applies what it gets in order holds exactly the units that are
@@ -13,7 +16,7 @@ present, and a number that does not go on from the last one shows that something
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
 
@@ -31,8 +34,10 @@ class CachedUnits:
     Costs a few dictionary operations per link, and per link after it when a predecessor goes.
     """
 
-    def __init__(self, report: OnChange) -> None:
+    def __init__(self, report: OnChange, *, marked_only: bool = False) -> None:
+        """marked_only: see `mark`."""
         self._report = report
+        self._marked: set[bytes] | None = set() if marked_only else None
         self._links: dict[bytes, PrefixLink] = {}
         self._next: dict[bytes, set[bytes]] = {}
         """Links that are here by their parents, whether those are here or not."""
@@ -54,26 +59,46 @@ class CachedUnits:
         found_now = self._and_after(link) if link.digest in self._next else (link,)
         for found in found_now:
             self._found.add(found.digest)
-            for unit in found.units:
-                if unit not in self._holders:
-                    self._report((unit, True))
-                self._holders[unit] += 1
+            self._hold(found)
 
     def remove(self, link: PrefixLink) -> None:
         """A link that is here went."""
         if link.digest in self._found:
             for lost in self._and_after(link):
                 self._found.remove(lost.digest)
-                for unit in lost.units:
-                    self._holders[unit] -= 1
-                    if not self._holders[unit]:
-                        del self._holders[unit]
-                        self._report((unit, False))
+                self._let_go(lost)
         del self._links[link.digest]
         siblings = self._next[link.parent]
         siblings.remove(link.digest)
         if not siblings:
             del self._next[link.parent]
+
+    def mark(self, link: PrefixLink) -> None:
+        """A link that is here counts from now on; without `marked_only` all do."""
+        if self._marked is not None:
+            self._marked.add(link.digest)
+            if link.digest in self._found:
+                self._hold(link)
+
+    def unmark(self, link: PrefixLink) -> None:
+        """A link that is here, and was marked, counts no more."""
+        if self._marked is not None:
+            if link.digest in self._found:
+                self._let_go(link)
+            self._marked.remove(link.digest)
+
+    def _hold(self, link: PrefixLink) -> None:
+        for unit in _units_of(link, self._marked):
+            if unit not in self._holders:
+                self._report((unit, True))
+            self._holders[unit] += 1
+
+    def _let_go(self, link: PrefixLink) -> None:
+        for unit in _units_of(link, self._marked):
+            self._holders[unit] -= 1
+            if not self._holders[unit]:
+                del self._holders[unit]
+                self._report((unit, False))
 
     def _and_after(self, link: PrefixLink) -> Iterable[PrefixLink]:
         """The link and all that can be found through it."""
@@ -84,13 +109,21 @@ class CachedUnits:
             pending += [self._links[digest] for digest in self._next.get(link.digest, ())]
 
 
-def units_in(links: Iterable[PrefixLink]) -> set[bytes]:
-    """The units that a cache of these links holds, found the slow way."""
+def _units_of(link: PrefixLink, marked: Set[bytes] | None) -> tuple[bytes, ...]:
+    """The units that a link which is found stands for. marked: the links that count; None: all."""
+    if marked is None:
+        return link.units
+    return link.units[-1:] if link.digest in marked else ()
+
+
+def units_in(links: Iterable[PrefixLink], marked: Set[bytes] | None = None) -> set[bytes]:
+    """The units that a cache of these links holds, found the slow way. marked: the links that
+    count; None: all."""
     found: dict[bytes, PrefixLink] = {}
     for link in sorted(links, key=lambda link: link.depth):
         if not link.depth or link.parent in found:
             found[link.digest] = link
-    return {unit for link in found.values() for unit in link.units}
+    return {unit for link in found.values() for unit in _units_of(link, marked)}
 
 
 MAX_KEPT = 16384

@@ -4,7 +4,8 @@ Its input is every worker's numbered cache events (see `core.cache_log`). One di
 unit to the workers that hold it, as the bits of an int, so a few look-ups match a prompt's hashes
 against a thousand workers. A unit's key is the first half of its hash. Workers hold prefixes from
 the start, so a unit that is found implies all before it; a unit that is left out only makes a
-worker's prefix look shorter than it is.
+worker's prefix look shorter than it is. Workers whose model keeps a state tell the ends of prefixes
+alone, behind which they have the state.
 
 The index is bounded: a worker may fill an equal share of it, and never more than max_per_worker.
 Later units beyond that are left out. When more workers join and shares shrink, the newest units are
@@ -92,6 +93,7 @@ class PrefixIndex:
         self._holdings: dict[int, _Holding] = {}
         self._numbers: list[int] = []
         self._everyone = 0
+        self._with_gaps = 0
         self._share = max_per_worker
         self._entries = 0
         self.gaps = 0
@@ -101,19 +103,22 @@ class PrefixIndex:
         """The number of entries."""
         return self._entries
 
-    def join(self) -> int:
+    def join(self, *, gaps: bool = False) -> int:
         """Adds a worker about which nothing is known yet. Returns its number, the smallest free
-        one."""
+        one. gaps: whether it can use a unit without those before it, and has not all of these."""
         number = heappop(self._numbers) if self._numbers else len(self._holdings)
         self._holdings[number] = holding = _Holding(number)
         self._everyone |= holding.bit
+        self._with_gaps |= holding.bit if gaps else 0
         self._share_out()
         return number
 
     def leave(self, worker: int) -> None:
         """Removes a worker and all its entries."""
         self._clear(self._holdings[worker])
-        self._everyone ^= self._holdings.pop(worker).bit
+        bit = self._holdings.pop(worker).bit
+        self._everyone ^= bit
+        self._with_gaps &= ~bit
         heappush(self._numbers, worker)
         self._share_out()
 
@@ -142,12 +147,12 @@ class PrefixIndex:
 
         Bisects for all workers at once: the number of look-ups grows with the number of different
         lengths found, times the logarithm of the prompt's length, independent of the number of
-        workers.
+        workers. Those with gaps take a look-up for each unit that they do not have.
         """
         units = memoryview(hashes).cast("Q")
         holders = self._holders
         groups: list[tuple[int, int]] = []
-        pending = [(0, len(units) // _WORDS, self._everyone)]
+        pending = [(0, len(units) // _WORDS, self._everyone ^ self._with_gaps)]
         while pending:
             low, high, among = pending.pop()
             if low == high:
@@ -160,6 +165,15 @@ class PrefixIndex:
                 pending.append((low, middle - 1, among ^ here))
             if here:
                 pending.append((middle, high, here))
+        if (among := self._with_gaps) != 0:
+            found = dict(groups)
+            for count in range(len(units) // _WORDS, 0, -1):
+                if here := holders.get(units[_WORDS * (count - 1)], 0) & among:
+                    found[count] = found.get(count, 0) | here
+                    among ^= here
+                    if not among:
+                        break
+            groups = sorted(found.items(), reverse=True)
         return Overlap(tuple(groups))
 
     def check(self) -> None:

@@ -88,8 +88,9 @@ class BlockBudget:
                 f"This worker cannot run {choices} choices of this input at once.", field="n"
             )
 
-    def take(self, group: SequenceGroup, max_cached: int) -> bool:
-        """Gives a group its blocks, or nothing at all; then it is blocked."""
+    def take(self, group: SequenceGroup, max_cached: int, *, computes: bool = True) -> bool:
+        """Gives a group its blocks, or nothing at all; then it is blocked. computes: see
+        `SequenceGroup.take_blocks`."""
         if self._policy.first_token_only:
             taken = group.take_blocks(self._pool, max_cached=max_cached)
         else:
@@ -102,7 +103,8 @@ class BlockBudget:
                     self._pool,
                     max_cached=max_cached,
                     headroom=self._policy.headroom,
-                    keep_free=self._blocks_to_keep(),
+                    keep_free=self.blocks_to_keep(),
+                    computes=computes,
                 )
             )
         group.blocked = not taken
@@ -111,9 +113,10 @@ class BlockBudget:
     def admit(self, group: SequenceGroup, now: float) -> bool:
         """Gives a waiting group its blocks, or nothing at all. Preempts what is less important."""
         # The last position of an input is always computed, for its logits.
-        most_cached = len(group.tokens) - 1
-        return self.take(group, most_cached) or (
-            self.make_room(group, now, may_swap=True) and self.take(group, most_cached)
+        most_cached, computes = len(group.tokens) - 1, group.stored is None
+        return self.take(group, most_cached, computes=computes) or (
+            self.make_room(group, now, may_swap=True)
+            and self.take(group, most_cached, computes=computes)
         )
 
     def make_room(self, group: SequenceGroup, now: float, *, may_swap: bool) -> bool:
@@ -134,7 +137,7 @@ class BlockBudget:
         made = False
         for victim in sorted(lesser, key=rank, reverse=True):
             fits = self._has_places(group) and self._keeps_target(group)
-            if fits and free >= wanted + self._blocks_to_keep():
+            if fits and free >= wanted + self.blocks_to_keep():
                 break
             assert victim.table is not None
             free += len(victim.table.blocks)
@@ -233,7 +236,7 @@ class BlockBudget:
         work = StepWork(owning + len(group.sequences), context)
         return not owning or self._cost.predict(work) <= self._policy.target_step_s
 
-    def _blocks_to_keep(self) -> int:
+    def blocks_to_keep(self) -> int:
         """Blocks that all running sequences still need to grow by the headroom."""
         headroom = self._policy.headroom
         missing = 0
@@ -301,9 +304,10 @@ class Swapping:
         assert grant is not None and table is not None
         group.stored = None
         self._restored.append(grant)
-        missing = slice(table.num_cached, len(grant.blocks))
-        if blocks := tuple(table.blocks[missing]):
-            self.swap_in.append(BlockSwap(blocks, grant.blocks[missing]))
+        state, end = self._pool.state_blocks, len(grant.blocks)
+        missing = (*range(state), *range(state + table.num_cached, end))
+        if blocks := tuple(table.blocks[i] for i in missing):
+            self.swap_in.append(BlockSwap(blocks, tuple(grant.blocks[i] for i in missing)))
             self._moved[grant.place] += len(blocks)
 
     def launched(self, step: int) -> None:
@@ -339,7 +343,7 @@ class Swapping:
         if block_s is None or position_s is None:
             return sequence.num_computed_tokens > _SHORT_BLOCKS * self._pool.block_size
         assert sequence.table is not None
-        # Where there is a state, which is nobody else's, all positions would be computed again.
+        # Of a state, which is nobody else's, the last copy may be gone by then: all of it counts.
         shared = self._pool.num_shared(sequence.table) * self._pool.block_size
         worth = 2 * count * block_s <= max(0, sequence.num_computed_tokens - shared) * position_s
         if not worth:

@@ -56,6 +56,15 @@ class Scored(NamedTuple):
     """How many alternatives to report with each."""
 
 
+class StateCopy(NamedTuple):
+    """A copy of a sequence's state that a step makes while it computes a chunk."""
+
+    position: int
+    """It is the state behind all positions below this one."""
+    extents: Extents
+    """As many blocks as a state has."""
+
+
 class Chunk(NamedTuple):
     """Consecutive positions of one sequence that this step computes."""
 
@@ -75,6 +84,8 @@ class Chunk(NamedTuple):
     chunk with samples."""
     adapter: str = ""
     """The digest of the adapter that its sequence is computed with; "" is the model alone."""
+    state_copies: tuple[StateCopy, ...] = ()
+    """In the order of their positions, which lie behind first_position and up to end_position."""
 
     @property
     def end_position(self) -> int:
@@ -114,8 +125,9 @@ NO_WORK = StepWork()
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass. First blocks are swapped out, then in, then copied; then it computes. So a
-    block may be swapped out and get its next owner within one step."""
+    """One forward pass. First blocks are swapped out, then in, then copied; then it computes, and
+    copies states on its way. So a block may be swapped out and get its next owner within one
+    step."""
 
     step: int
     chunks: tuple[Chunk, ...]

@@ -34,7 +34,13 @@ from batonlm.core.errors import (
     InvalidArgument,
     Unavailable,
 )
-from batonlm.core.kvcache.block_pool import BlockCopy, BlockPool, Extents, SwapSpace
+from batonlm.core.kvcache.block_pool import (
+    BlockCopy,
+    BlockPool,
+    Extents,
+    StateSnapshot,
+    SwapSpace,
+)
 from batonlm.core.kvcache.prefix import PrefixChain, namespace
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import ModelDescription
@@ -54,6 +60,7 @@ from batonlm.core.scheduler.plan import (
     Chunk,
     CompiledGrammar,
     SampledToken,
+    StateCopy,
     StepPlan,
     StepResult,
     StepWork,
@@ -81,6 +88,8 @@ class _InputChunk(NamedTuple):
     """The position up to which it is computed."""
     last: bool
     """Whether that is all of it."""
+    snapshots: tuple[tuple[int, StateSnapshot], ...] = ()
+    """What it copies of its state, by the position behind which."""
 
 
 class _LaunchedStep(NamedTuple):
@@ -92,6 +101,8 @@ class _LaunchedStep(NamedTuple):
     inputs: list[_InputChunk]
     restored: frozenset[int]
     """Ids of sequences whose KV it moves back in from swap memory."""
+    snapshots: dict[int, StateSnapshot]
+    """What rows copy of their states, by their sequences' ids."""
 
     def drawn(self, result: StepResult) -> Many[SampledToken | None]:
         """A token for each row, or None."""
@@ -212,11 +223,11 @@ class Scheduler:
         if self._must_not_pass(attempt, now):
             return None
         size = len(group.tokens)
-        taken = self._budget.take(group, size)
+        taken = self._budget.take(group, size, computes=False)
         # What is moved out stays where it is until the next step, and a reservation is written to
         # at once: so nothing is swapped for it.
         if not taken and self._budget.make_room(group, now, may_swap=False):
-            taken = self._budget.take(group, size)
+            taken = self._budget.take(group, size, computes=False)
             if not taken:
                 self._reservation.make(attempt.key, attempt.priority, now)
         if not taken:
@@ -322,25 +333,28 @@ class Scheduler:
         inputs: list[_InputChunk] = []
         input_chunks: list[Chunk] = []
         restored: list[Sequence] = []
+        copies: list[BlockCopy] = []
         if waiting or self.sequences.prefilling:
-            input_chunks = self._fill(rows, waiting, inputs, restored, now)
+            input_chunks = self._fill(rows, waiting, inputs, restored, copies, now)
             rows = [s for s in rows if s.table is not None] + restored
         chunks, context = next_chunks(rows)
+        snapshots = self._snapshots(rows, chunks) if self._pool.state_blocks else {}
         chunks += input_chunks
         if not chunks:
             self._budget.dropped()
             return None
-        copies = self._copies(rows) if self._pool.num_uncopied else ()
+        if self._pool.num_uncopied:
+            copies += self._copies(rows)
         swapping = self._budget.swapping
         plan = StepPlan(
             self._step + 1,
             tuple(chunks),
-            copies,
+            tuple(copies),
             tuple(swapping.swap_out),
             tuple(swapping.swap_in),
             StepWork(len(rows), context, sum(len(chunk.token_ids) for chunk in input_chunks)),
         )
-        self._launch(plan.step, rows, inputs, restored)
+        self._launch(plan.step, rows, inputs, restored, snapshots)
         return plan
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -383,8 +397,12 @@ class Scheduler:
             computed = len(sequence.tokens) - 1
             if not computed % size:
                 sequence.publish(self._pool, computed)
+                if snapshot := launched.snapshots.pop(sequence.id, None):
+                    sequence.keep_snapshot(self._pool, snapshot, computed)
             if tokens.finish_reason is not None:
                 self.sequences.end(sequence, SequenceEvent.FINISH)
+        for snapshot in launched.snapshots.values():
+            self._pool.drop_snapshot(snapshot)
         if made:
             self._events.append(NewTokens(tuple(made), result.step))
         self._report_held(stopped)
@@ -493,13 +511,14 @@ class Scheduler:
         waiting: list[SequenceGroup],
         inputs: list[_InputChunk],
         restored: list[Sequence],
+        copies: list[BlockCopy],
         now: float,
     ) -> list[Chunk]:
         """Admits what waits, in order, and returns the chunks of inputs that the step computes.
 
         At least one block is computed, so no input starves. Adds to `inputs` what the chunks are
-        of, and to `restored` the sequences whose KV swap memory kept: they run on. One input that
-        is scored is computed at most.
+        of, to `restored` the sequences whose KV swap memory kept, which run on, and to `copies` the
+        states that inputs begin with. One input that is scored is computed at most.
         """
         size = self._pool.block_size
         begun = [*self.sequences.prefilling]
@@ -542,13 +561,47 @@ class Scheduler:
                     continue
                 self._start(group, now)
             chunk = group.next_chunk(budget, size)
+            snapshots = self._snapshots_within(group, chunk)
+            if snapshots:
+                states = tuple(StateCopy(end, made.extents) for end, made in snapshots)
+                chunk = chunk._replace(state_copies=states)
             chunks.append(chunk)
-            inputs.append(_InputChunk(group, chunk.end_position, not group.remaining))
+            last = not group.remaining
+            inputs.append(_InputChunk(group, chunk.end_position, last, snapshots))
+            if group.table is not None:
+                copies += self._pool.claim_copies(group.table)
             may_score = may_score and chunk.scored is None
             budget -= len(chunk.token_ids)
             if self._turns is not None:
                 self._turns.served(group, len(chunk.token_ids))
         return chunks
+
+    def _snapshots_within(
+        self, group: SequenceGroup, chunk: Chunk
+    ) -> tuple[tuple[int, StateSnapshot], ...]:
+        """What a chunk of an input is to copy of its state, as far as there is room."""
+        found = []
+        for end in group.snapshots_at:
+            if chunk.first_position < end <= chunk.end_position:
+                snapshot = self._pool.snapshot(self._budget.blocks_to_keep())
+                if snapshot is not None:
+                    found.append((end, snapshot))
+        return tuple(found)
+
+    def _snapshots(self, rows: Many[Sequence], chunks: list[Chunk]) -> dict[int, StateSnapshot]:
+        """Has the chunks of rows copy their states where it is time to, as far as there is room."""
+        every = self._pool.snapshot_positions
+        found: dict[int, StateSnapshot] = {}
+        for index, sequence in enumerate(rows):
+            end = sequence.num_computed_tokens
+            if not end % every:
+                snapshot = self._pool.snapshot(self._budget.blocks_to_keep())
+                if snapshot is None:
+                    break
+                found[sequence.id] = snapshot
+                copied = (StateCopy(end, snapshot.extents),)
+                chunks[index] = chunks[index]._replace(state_copies=copied)
+        return found
 
     def _copies(self, rows: Many[Sequence]) -> tuple[BlockCopy, ...]:
         """What forks have of their own, of all that run: the step may rewrite the state that a fork
@@ -589,6 +642,7 @@ class Scheduler:
         rows: list[Sequence],
         inputs: list[_InputChunk],
         restored: list[Sequence],
+        snapshots: dict[int, StateSnapshot],
     ) -> None:
         """The planned step starts. Only from here on do its blocks stay when they are released."""
         self._step = step
@@ -596,31 +650,38 @@ class Scheduler:
         self._budget.launched(step)
         rows = [*rows]
         if not self._policy.first_token_only:
-            for group, _, last in inputs:
-                if last:
-                    self.sequences.run(group, awaited=True)
-                    rows += group.sequences
+            for chunk in inputs:
+                if chunk.last:
+                    self.sequences.run(chunk.group, awaited=True)
+                    rows += chunk.group.sequences
         ids = frozenset(s.id for s in restored)
-        self._launched.append(_LaunchedStep(step, rows, inputs, ids))
+        self._launched.append(_LaunchedStep(step, rows, inputs, ids, snapshots))
 
     def _computed(self, chunk: _InputChunk, result: StepResult, now: float) -> None:
         """KV of an input is there up to a position."""
         group = chunk.group
         group.in_flight -= 1
+        if group.sequences:
+            group.note_scores(result)
+            group.publish(self._pool, chunk.end)
+            if chunk.last and not self._policy.first_token_only:
+                for sequence in group.sequences:
+                    sequence.publish(self._pool, chunk.end)
+        for end, snapshot in chunk.snapshots:
+            self._pool.keep(snapshot, group.chain.links[end // self._pool.block_size - 1])
         if not group.sequences:
             return
-        group.note_scores(result)
-        group.publish(self._pool, chunk.end)
         if self._policy.first_token_only:
             self._events.append(Computed(group.key, chunk.end, group.cached))
             if chunk.last:
                 self._take_first(group, result, now)
-        elif chunk.last:
-            for sequence in group.sequences:
-                sequence.publish(self._pool, chunk.end)
-            if not group.resumed and not all(sequence.ended for sequence in group.sequences):
-                waited_s, scores = now - group.arrived, group.prompt_logprobs
-                self._events.append(KvComplete(group.key, group.cached, waited_s, scores))
+        elif (
+            chunk.last
+            and not group.resumed
+            and not all(sequence.ended for sequence in group.sequences)
+        ):
+            waited_s, scores = now - group.arrived, group.prompt_logprobs
+            self._events.append(KvComplete(group.key, group.cached, waited_s, scores))
 
     def _take_first(self, group: SequenceGroup, result: StepResult, now: float) -> None:
         """All positions are computed: reports token 0 of every choice, or that there is none."""

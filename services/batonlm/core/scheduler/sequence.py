@@ -25,7 +25,13 @@ from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
 from batonlm.core.errors import BatonError, ContextLengthExceeded, Internal, InvalidArgument
-from batonlm.core.kvcache.block_pool import BlockPool, BlockTable, Extents, SwapGrant
+from batonlm.core.kvcache.block_pool import (
+    BlockPool,
+    BlockTable,
+    Extents,
+    StateSnapshot,
+    SwapGrant,
+)
 from batonlm.core.kvcache.prefix import PrefixChain
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from batonlm.core.request.model import ModelDescription
@@ -171,6 +177,7 @@ class Sequence:
         "room",
         "rule",
         "serial",
+        "snapshot",
         "state",
         "table",
         "tokens",
@@ -211,6 +218,8 @@ class Sequence:
         self.copied_in = 0
         """The step that copies into its table what a fork has of its own, if it samples nothing for
         it."""
+        self.snapshot: StateSnapshot | None = None
+        """The newest one of its state that was made while it ran; it may be evicted."""
         self.room = 0
         """First position that needs another block."""
         self.limit = 0
@@ -328,10 +337,20 @@ class Sequence:
 
     def publish(self, pool: BlockPool, end: int) -> None:
         """Puts its full blocks up to a position, which have KV now, into the prefix cache."""
-        if self.table is not None and self.chain is not None and pool.caches_prefixes:
+        if self.table is not None and self.chain is not None:
             num_blocks = end // pool.block_size
             self.chain.extend(self.tokens, num_blocks)
             pool.publish(self.table, self.chain, num_blocks)
+
+    def keep_snapshot(self, pool: BlockPool, snapshot: StateSnapshot, end: int) -> None:
+        """Has its state behind a position found in the prefix cache, once what is up to there has
+        been published. It takes the place of the one made before it, which is worth less."""
+        if self.table is None or self.chain is None:
+            pool.drop_snapshot(snapshot)
+        elif pool.keep(snapshot, self.chain.links[end // pool.block_size - 1]):
+            if self.snapshot is not None:
+                pool.drop_snapshot(self.snapshot)
+            self.snapshot = snapshot
 
     def release_table(self, pool: BlockPool) -> None:
         """Releases its blocks, if it owns any."""
@@ -391,7 +410,7 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
         one.num_computed_tokens = end
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
-        values = (one.id, token_ids, position, one._extents, (row,), None, one.adapter)
+        values = (one.id, token_ids, position, one._extents, (row,), None, one.adapter, ())
         chunks.append(_made(Chunk, values))
     return chunks, context
 
@@ -447,6 +466,9 @@ class SequenceGroup:
         """Leading positions that have KV once all launched steps are done."""
         self.cached = 0
         """Those of them that came from the prefix cache."""
+        self.snapshots_at: tuple[int, ...] = ()
+        """Positions behind which its state is worth keeping: where it parts from what the prefix
+        cache knows, and near its end."""
         self.in_flight = 0
         """Launched steps that compute some of it."""
 
@@ -501,29 +523,49 @@ class SequenceGroup:
         return whole, whole - len(self.tokens) // pool.block_size
 
     def take_blocks(
-        self, pool: BlockPool, *, max_cached: int, headroom: int | None = None, keep_free: int = 0
+        self,
+        pool: BlockPool,
+        *,
+        max_cached: int,
+        headroom: int | None = None,
+        keep_free: int = 0,
+        computes: bool = True,
     ) -> bool:
         """Takes blocks for the input, or none at all.
 
         max_cached: positions that may come from the prefix cache; none of an input that is scored,
         because the logits of all its positions are needed. headroom: also take what all
         sequences need until each has grown by so many positions; None: they do not run here.
-        keep_free: blocks to leave free.
+        keep_free: blocks to leave free. computes: whether the rest is computed here; otherwise the
+        state behind it comes from where the rest does.
         """
-        size = pool.block_size
+        size, count = pool.block_size, len(self.tokens)
         if self.scores is not None:
             max_cached = 0
-        if pool.caches_prefixes:
-            self.chain.extend(self.tokens, len(self.tokens) // size)
+        self.chain.extend(self.tokens, count // size)
         whole, fork = self.blocks_wanted(pool, headroom or 0)
         forks = [] if headroom is None else self.sequences[1:]
         keep_free += fork * len(forks)
         grown = whole if headroom is None else self.blocks_wanted(pool, _LIKELY_GROWTH)[0]
         room = max(0, grown - whole)
-        self.table = pool.allocate(whole, self.chain, max_cached // size, keep_free, room)
+        self.table = pool.allocate(
+            whole,
+            self.chain,
+            max_cached // size,
+            keep_free,
+            room,
+            computes=count if computes else 0,
+        )
         if self.table is None:
             return False
         self.computed = self.cached = self.table.num_cached * size
+        self.snapshots_at = ()
+        if pool.state_blocks and computes:
+            every = pool.snapshot_positions
+            ends = {end // every * every for end in (self.table.num_known * size, count - 1)}
+            self.snapshots_at = tuple(
+                end for end in sorted(ends) if end > self.cached and pool.snapshot_worth(end, count)
+            )
         for sequence in forks:
             sequence.table = pool.fork(self.table, len(self.tokens), whole, room)
         return True

@@ -295,8 +295,11 @@ class Adapters:
             sizes, adapters = self._segments
             if not sizes:
                 return
-            # What is behind the step's rows is padding.
             rows = given[0].reshape(-1, given[0].shape[-1])
+            if self._alone:
+                # One chunk, of which a part is computed.
+                sizes = [len(rows)]
+            # What is behind the step's rows is padding.
             sizes = [*sizes, len(rows) - sum(sizes)]
             whole = torch.split(output.view(len(rows), -1), sizes)
             for adapter, x, y in zip(adapters, torch.split(rows, sizes), whole, strict=False):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -427,6 +428,7 @@ class OwnBackend:
     ):
         self._own = own
         self.memory = KvCache(layout, num_blocks, block_size, device, dtype=dtype)
+        self.stepwise = own.stepwise
         self._front = layout.state_blocks(block_size) * block_size
         """Positions of a table before the sequence's first one."""
 
@@ -439,7 +441,8 @@ class OwnBackend:
         found = []
         sizes = [len(chunk.token_ids) for chunk in plan.chunks]
         for chunk, given in zip(plan.chunks, torch.split(tokens, sizes), strict=True):
-            with self._state(chunk) as held:
+            with self._state(chunk) as (held, rows_of_state):
+                copied = {copy.position: copy.extents for copy in chunk.state_copies}
                 for start, count in self._pieces(chunk):
                     rows = [row - start for row in chunk.wanted if start <= row < start + count]
                     wanted = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -448,6 +451,8 @@ class OwnBackend:
                     cache = _cache(self._own.kinds, first, exchange, held)
                     piece = given[None, start : start + count]
                     found.append(run_own(network, piece, first, wanted, cache))
+                    if (extents := copied.get(first + count)) is not None:
+                        self._put(rows_of_state, extents)
         return torch.cat(found)
 
     def decode_buffers(self, max_rows: int) -> None:
@@ -457,31 +462,44 @@ class OwnBackend:
         """Leaves nothing in these blocks that their next owner could see."""
 
     def _pieces(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """What of a chunk can be computed at once, as (first, count) of its positions."""
-        count = len(chunk.token_ids)
-        if self._own.stepwise and chunk.first_position:
-            return [(i, 1) for i in range(count)]
-        return [(0, count)]
+        """What of a chunk can be computed at once, as (first, count) of its positions. A state is
+        copied between two of them."""
+        count, begun = len(chunk.token_ids), chunk.first_position
+        ends = {copy.position - begun for copy in chunk.state_copies}
+        cuts = [0, *sorted(ends | {count})]
+        if self.stepwise:
+            cuts = [*range(count + 1)] if begun else [0, *range(cuts[1], count + 1)]
+        return [(start, end - start) for start, end in pairwise(cuts)]
 
     @contextmanager
-    def _state(self, chunk: Chunk) -> Iterator[Held]:
-        """A sequence's state, zeros before its first position: where it lies, if that is one run of
-        blocks, else a copy that is put back."""
-        if not self._own.states:
-            yield {}
-            return
+    def _state(self, chunk: Chunk) -> Iterator[tuple[Held, torch.Tensor]]:
+        """A sequence's state, zeros before its first position, and the rows [state_positions,
+        width] that it is made of: where it lies, if that is one run of blocks, else a copy that is
+        put back."""
         memory = self.memory.keys[0, 0]
-        count = self.memory.layout.state_positions
-        runs = list(spans(chunk.extents, 0, count, self.memory.block_size))
+        if not self._own.states:
+            yield {}, memory[:0]
+            return
+        runs = self._runs(chunk.extents)
         lying = [memory.narrow(0, *run) for run in runs]
         rows = lying[0] if len(runs) == 1 else torch.cat(lying)
         if not chunk.first_position:
             rows.zero_()
         numbers = rows.view(-1).view(torch.uint8)
-        yield {key: part.of(numbers) for key, part in self._own.states.items()}
+        yield {key: part.of(numbers) for key, part in self._own.states.items()}, rows
         if len(runs) > 1:
-            for place, part in zip(lying, torch.split(rows, [n for _, n in runs]), strict=True):
-                place.copy_(part)
+            self._put(rows, chunk.extents)
+
+    def _runs(self, extents: Extents) -> list[tuple[int, int]]:
+        """Where a state lies at the front of some blocks: (first row, number of rows)."""
+        count = self.memory.layout.state_positions
+        return list(spans(extents, 0, count, self.memory.block_size))
+
+    def _put(self, rows: torch.Tensor, extents: Extents) -> None:
+        """Copies a state's rows to the front of some blocks."""
+        runs = self._runs(extents)
+        for run, part in zip(runs, torch.split(rows, [n for _, n in runs]), strict=True):
+            self.memory.keys[0, 0].narrow(0, *run).copy_(part)
 
     def _exchange(self, extents: Extents, first: int, count: int) -> Exchange:
         """Of `count` positions from `first` on."""

@@ -62,6 +62,16 @@ def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
             written.update(blocks)
             if len(written) - before < len(blocks):
                 raise Internal(f"step {plan.step}: two chunks write into the same block")
+        behind = first
+        for made in chunk.state_copies:
+            if not state or not behind < made.position <= end:
+                raise Internal(f"step {plan.step}: a state is copied out of order")
+            behind = made.position
+            check_extents(made.extents, state * block_size, num_blocks, block_size)
+            for blocks in _written(made.extents, 0, state - 1):
+                if written.intersection(blocks):
+                    raise Internal(f"step {plan.step}: a state is copied onto what is written")
+                written.update(blocks)
     for copy in plan.copies:
         inside = 0 <= copy.source < num_blocks and 0 <= copy.target < num_blocks
         if not inside or not 0 < copy.num_positions <= block_size:

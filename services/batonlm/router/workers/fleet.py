@@ -363,12 +363,14 @@ class WorkerLink(Generic[C]):
         if self.elsewhere or not self.listed:
             raise NotFollowed
         client = pool.make_client(self._channel, description)
+        layout = description.layout
+        gaps = layout is not None and layout.state_positions > 0
         self.worker = Worker(
             description,
             client,
             asyncio.create_task(client.run()),
             pool.breakers.of(identity.instance_id),
-            number=-1 if pool.index is None else pool.index.join(),
+            number=-1 if pool.index is None else pool.index.join(gaps=gaps),
             since=asyncio.get_running_loop().time(),
         )
         self._met = True
