@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -105,10 +106,16 @@ class Release:
         # It may end with the pod.
         with suppress(Failed):
             self.cluster.execute(pod, "python", "-c", write)
+        # A process that ends well for it leaves a pod that has not failed.
+        until = time.monotonic() + ROLLOUT_S
+        evicted = ("--field-selector", f"involvedObject.name={pod},reason=Evicted")
+        while not self.cluster.get("events", *evicted)["items"]:
+            assert time.monotonic() < until, f"{pod} is not evicted"
+            time.sleep(1)
+        ended = ("--for=jsonpath={.status.containerStatuses[0].state.terminated}", f"pod/{pod}")
         self.cluster.kubectl(
-            "wait", f"pod/{pod}", "--for=jsonpath={.status.phase}=Failed",
-            f"--timeout={ROLLOUT_S:.0f}s", timeout_s=ROLLOUT_S + 10,
-        )  # fmt: skip
+            "wait", *ended, f"--timeout={ROLLOUT_S:.0f}s", timeout_s=ROLLOUT_S + 10
+        )
 
     def last_end(self, pod: str) -> str:
         """Why the container's process before this one ended."""
