@@ -4,6 +4,7 @@ together travels together to a peer that understands it."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -214,3 +215,36 @@ async def test_several_within_several_is_refused() -> None:
             patch.setattr(Wire, "collect", lambda self: Nesting(self._stub.Collect()))
             with pytest.raises(HandoverFailed, match="out of place"):
                 await world.collect(offer, Pool())
+
+
+async def test_every_write_that_fails_is_looked_at() -> None:
+    """Two are under way when the stream breaks: neither is left to the loop to complain of."""
+    broke, complaints = asyncio.Event(), []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: complaints.append(context["message"])
+    )
+
+    async def send(_: pb.CollectRequest) -> None:
+        await broke.wait()
+        raise Unavailable("gone")
+
+    async def incoming() -> AsyncIterator[pb.CollectResponse]:
+        await asyncio.Event().wait()
+        yield HEARTBEAT
+
+    message = pb.CollectRequest(heartbeat=pb.HandoverHeartbeat())
+    line: HeartbeatStream[pb.CollectResponse, pb.CollectRequest] = HeartbeatStream(
+        incoming(), send, message, LIVENESS
+    )
+    flushes = []
+    for _ in range(2):
+        await line.send(message)
+        flushes.append(asyncio.create_task(line.flush()))
+        await asyncio.sleep(0)
+    broke.set()
+    ends = await asyncio.gather(*flushes, return_exceptions=True)
+    assert [type(end) for end in ends] == [PeerLost, PeerLost]
+    await line.close()
+    del flushes, ends, line
+    gc.collect()
+    assert complaints == []

@@ -216,7 +216,9 @@ class HeartbeatStream(Generic[In, Out]):
     def _written(self, write: asyncio.Task[None]) -> None:
         self._writes.discard(write)
         if not write.cancelled():
-            self._broken = self._broken or write.exception()
+            # Taken from each, so that none is reported as one that nobody looked at.
+            error = write.exception()
+            self._broken = self._broken or error
         if self._broken is not None:
             # `deliver` raises it.
             self._filled.set()
