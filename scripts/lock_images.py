@@ -3,6 +3,8 @@
     lock_images.py --torch 2.13.0            resolve what changed; takes a package index
     lock_images.py --torch 2.13.0 --upgrade  resolve everything anew
     lock_images.py --torch 2.13.0 --check    compare, without a network
+    lock_images.py --torch 2.13.0 engine-gpu-cu12
+                                             one that is kept only where somebody wants it
 
 A lock has one line for each package: name, version, and the SHA-256 of the one wheel that pip takes
 for the images' Python on linux/amd64. Resolving is pip's own; the present locks constrain it, so a
@@ -32,7 +34,8 @@ ASKED = LOCKS / "asked.json"
 """What each lock was resolved from."""
 PYTHON = "3.11"
 """Of the images."""
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_INDEX = "https://download.pytorch.org/whl/{}"
+"""Of PyTorch's own builds, by what is behind the + of their versions."""
 RESOLVE_TIMEOUT_S = 1800
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s=*]+)((?: --hash=sha256:[0-9a-f]{64})+)")
 
@@ -76,6 +79,12 @@ IMAGES = {
     # Exactly this version and no local one: torch's own wheel for CUDA 13.
     "engine-gpu": Image(("engine", "otel"), "==={}", frozenset({"nixl-cu12"})),
 }
+BY_REQUEST = {
+    # For drivers older than CUDA 13's. torch has no such build on PyPI.
+    "engine-gpu-cu12": Image(("engine", "otel"), "=={}+cu126", frozenset({"nixl-cu13"})),
+}
+"""Images that are built by a lock that is not kept here (docs/gpu.md). Each is asked for the same
+as the one whose name its own begins with."""
 LOCKED = (*IMAGES, "build")
 """What there is a lock of: the images, and what builds Baton's own wheel."""
 PROCESS_1 = "dumb-init>=1.2.5"
@@ -170,13 +179,14 @@ def lock(
     resolve: Callable[[Sequence[str], Sequence[str], Sequence[str]], list[Pin]] = resolve,
 ) -> str:
     """The text of one lock. present: pins to keep where what is asked allows it."""
-    image = IMAGES.get(name, Image(()))
+    image = (IMAGES | BY_REQUEST).get(name, Image(()))
     if image.torch:
         lines = [line for line in lines if not line.startswith("torch")]
         lines.append("torch" + image.torch.format(torch))
     attempts: list[tuple[list[str], list[str]]] = [(_kept(lines, present), []), ([], [])]
-    if "+cpu" in image.torch:
-        attempts += [(kept, ["--extra-index-url", TORCH_INDEX]) for kept, _ in attempts]
+    if build := image.torch.partition("+")[2]:
+        index = ["--extra-index-url", TORCH_INDEX.format(build)]
+        attempts += [(kept, index) for kept, _ in attempts]
     for number, (kept, options) in enumerate(attempts, 1):
         try:
             found = resolve(lines, kept, options)
@@ -236,9 +246,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     resolved: list[str] = []
     for name in args.images or changed:
         present = _present(name, resolved if args.upgrade else asked)
-        (LOCKS / f"{name}.txt").write_text(lock(name, asked[name], args.torch, present))
+        of = name.rpartition("-")[0] if name in BY_REQUEST else name
+        (LOCKS / f"{name}.txt").write_text(lock(name, asked[of], args.torch, present))
         resolved.append(name)
-        was_asked[name] = asked[name]
+        if name in asked:
+            was_asked[name] = asked[name]
         print(f"deploy/locks/{name}.txt")
     if not resolved:
         print("deploy/locks is in step with pyproject.toml; UPGRADE=yes resolves it anew")

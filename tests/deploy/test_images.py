@@ -102,7 +102,7 @@ def test_pip_takes_what_is_locked_with_its_hash_and_nothing_that_follows_from_it
             continue
         assert "--require-hashes --only-binary=:all:" in command, (name, command)
         lock = "build" if name == "code" else name.removesuffix("-packages")
-        torch = {"/build/torch.txt"} if lock == "engine-cpu" else set()
+        torch = {"/build/torch.txt"} if lock.startswith("engine-") else set()
         assert set(re.findall(r"-r (\S+)", command)) <= {f"/build/{lock}.txt", *torch}, command
         assert not re.search(r"\s[A-Za-z][\w-]*(==|>=)", command), f"not of a lock: {command}"
 
@@ -218,6 +218,28 @@ def test_resolving_keeps_the_present_versions_but_those_that_no_longer_do() -> N
     asked.clear()
     lock_images.lock("cpu", ["rich>=16"], TORCH, present, resolve)
     assert asked[0] == ["torch==2.13.0+cpu"]
+
+
+def test_an_image_for_older_drivers_takes_torchs_build_for_them_and_its_half_of_nixl() -> None:
+    asked: list[tuple[list[str], list[str]]] = []
+
+    def resolve(lines: Sequence[str], _: Sequence[str], options: Sequence[str]) -> list[Pin]:
+        asked.append((list(lines), list(options)))
+        if not options:
+            raise subprocess.CalledProcessError(1, "pip")
+        names = ("nixl", "nixl-cu12", "nixl-cu13", "torch")
+        return [Pin(name, "1.0", ("0b" * 32,)) for name in names]
+
+    (name,) = lock_images.BY_REQUEST
+    text = lock_images.lock(name, ["nixl>=1", f"torch=={TORCH}"], TORCH, {}, resolve)
+    assert set(lock_images.pins(text)) == {"nixl", "nixl-cu12", "torch"}
+    lines, options = asked[-1]
+    assert lines == ["nixl>=1", f"torch=={TORCH}+cu126"]
+    assert options[-1].endswith("/whl/cu126")
+    # The Dockerfile takes it in the place of the kept one.
+    stage = FILE.stages["engine-gpu-packages"]
+    assert stage.of("COPY") == ["deploy/locks/${GPU_LOCK}.txt /build/engine-gpu.txt"]
+    assert FILE.arguments["GPU_LOCK"] in lock_images.IMAGES
 
 
 def test_the_light_image_has_nothing_of_the_engine() -> None:
