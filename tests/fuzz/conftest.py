@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.relay import Relay
+from tests.encode.models import saved
 from tests.fuzz.target import Target
 
 
@@ -23,6 +24,8 @@ def real_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 def _running(factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:
     # Templates of clients too, so that more of what they say is shown, and read.
     allowed = {"BATON_ALLOW_CLIENT_TEMPLATES": "true"}
+    model = saved("bert-cls", factory.mktemp("vectors") / "bert-cls")
+    flags = (*flags, "--embed-model", str(model))
     relay = Relay(factory.mktemp("fuzzed"), *flags, environment=allowed)
     try:
         target = Target(relay)

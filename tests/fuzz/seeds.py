@@ -13,6 +13,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from batonlm.v1 import (
     decode_pb2,
     detokenizer_pb2,
+    encode_pb2,
     handover_pb2,
     inference_pb2,
     prefill_pb2,
@@ -53,6 +54,9 @@ def words(workers: Sequence[Description]) -> Words:
         "remaining_ms": REMAINING_MS,
         "max_tokens": (1, 8),
         "num_prompt_tokens": (1, 40),
+        "dimensions": (0, 1, 8, 2**20),
+        "truncate_tokens": (-1, 0, 1, 4),
+        "prompt_name": [b"", b"query", b"none"],
         "max_kv_chunk_bytes": (2**16, 2**22),
         "probe_positions": (0, 1, 16),
         "text_id": (0, 1, 2),
@@ -165,6 +169,16 @@ def seeds(workers: Sequence[Description]) -> Seeds:
             tokenizer_pb2.DecodeInput(token_ids=IDS, skip_special_tokens=True),
         ]
     )
+    query = encode_pb2.TextPair(query="a query", document="a document")
+    vectors = encode_pb2.EncodeRunRequest(
+        inputs=[
+            encode_pb2.VectorInput(text="hello"),
+            encode_pb2.VectorInput(token_ids=IDS[:16]),
+            encode_pb2.VectorInput(pair=query),
+        ],
+        dimensions=8,
+        truncate_tokens=-1,
+    )
     engine = vllm_engine_pb2.SamplingParams(
         max_tokens=4, stop=["stop"], n=2, seed=7, logprobs=2, logit_bias={5: 1.0}, regex="[a-z]+"
     )
@@ -182,6 +196,21 @@ def seeds(workers: Sequence[Description]) -> Seeds:
         "/baton.v1.Prefill/Run": ((run,), (give,)),
         "/baton.v1.Tokenizer/Encode": ((encode,),),
         "/baton.v1.Tokenizer/Decode": ((ids_to_text,),),
+        "/baton.v1.Encode/Run": ((vectors,),),
+        "/baton.v1.Inference/Embed": (
+            (
+                inference_pb2.EmbedRequest(
+                    inputs=[
+                        inference_pb2.EmbedInput(text="hello"),
+                        inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=[5, 6])),
+                    ],
+                    truncate_tokens=8,
+                ),
+            ),
+        ),
+        "/baton.v1.Inference/Score": (
+            (inference_pb2.ScoreRequest(query="a query", documents=["one", "two"]),),
+        ),
         "/baton.v1.Inference/Generate": (
             (inference_pb2.GenerateRequest(text="hello", options=options),),
         ),

@@ -12,8 +12,16 @@ from typing import Any
 import grpc
 import psutil
 
-from batonlm.v1 import decode_pb2, inference_pb2, prefill_pb2, tokenizer_pb2, worker_pb2
+from batonlm.v1 import (
+    decode_pb2,
+    encode_pb2,
+    inference_pb2,
+    prefill_pb2,
+    tokenizer_pb2,
+    worker_pb2,
+)
 from batonlm.v1.decode_pb2_grpc import DecodeStub
+from batonlm.v1.encode_pb2_grpc import EncodeStub
 from batonlm.v1.prefill_pb2_grpc import PrefillStub
 from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from batonlm.v1.worker_pb2_grpc import WorkerStub
@@ -38,7 +46,7 @@ class Face:
 
 
 class Target:
-    """Five real processes. All that is asked of them afterwards is compared with how they began."""
+    """Six real processes. All that is asked of them afterwards is compared with how they began."""
 
     def __init__(self, relay: Relay) -> None:
         self.relay = relay
@@ -58,6 +66,10 @@ class Target:
         (encode,) = self.seeds["/baton.v1.Tokenizer/Encode"]
         TokenizerStub(self.face("tokenizer").channel).Encode(
             tokenizer_pb2.EncodeRequest.FromString(encode[0]), timeout=40
+        )
+        (run,) = self.seeds["/baton.v1.Encode/Run"]
+        EncodeStub(self.face("encode").channel).Run(
+            encode_pb2.EncodeRunRequest.FromString(run[0]), timeout=40
         )
         form = inference_pb2.StructuredOutput(regex="[a-z]+")
         relay.generate("one", options(max_tokens=2, form=form))

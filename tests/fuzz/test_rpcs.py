@@ -13,8 +13,7 @@ from tests.fuzz.target import Face, Target
 
 pytestmark = pytest.mark.deep
 
-RPCS = tuple(rpc for rpc in all_rpcs() if rpc.service != "baton.v1.Encode")
-"""Encode workers are not among the target's processes: they take a model of their own."""
+RPCS = all_rpcs()
 INPUTS = 1_400
 SLOW_INPUTS = 80_000
 
