@@ -15,6 +15,7 @@ from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
 from tests.clients.conftest import RUN_S, beside_ours
+from tests.e2e.adapters_at_once import ask_all, save_all, serving
 from tests.engine.adapters import save_adapter
 from tests.engine.driving import generate, random_prompts, scattered
 from tests.engine.tiny_models import VOCAB, save_tiny_model
@@ -25,6 +26,7 @@ PACKAGES = ("peft", "accelerate", "psutil")
 """Without what it requires of torch and transformers: those of this environment are used."""
 ARCHS = ("llama", "qwen3", "phi3", "gpt2", "mixtral", "gemma2")
 SCRIPT = Path(__file__).parent / "scripts/with_peft.py"
+JUDGE = Path(__file__).parent / "scripts/judge_with_peft.py"
 NEW, BLOCKS = 8, 4
 CLOSE = 2e-4
 ONE_LAYER = "model.layers.1.self_attn.o_proj"
@@ -91,3 +93,34 @@ def test_peft(arch: str, python: Path, tmp_path: Path) -> None:
         assert made[i].token_id == ours[i][-1]
         own = made[i].logprobs
         assert own is not None and abs(own.logprob - logprob) < CLOSE
+
+
+@pytest.mark.timeout(900)
+def test_a_hundred_adapters_at_once(python: Path, tmp_path: Path) -> None:
+    """Over prefill and decode workers, one of which is killed."""
+    adapters = save_all(tmp_path / "adapters")
+    with serving(adapters, tmp_path / "running") as relay:
+        found = ask_all(relay)
+    asked: dict[str, Any] = {
+        "model": str(tmp_path / "running/tiny"),
+        "adapters": {name: str(folder) for name, folder in adapters.items()},
+        "answers": found,
+    }
+
+    def wrong(**changes: Any) -> list[str]:
+        done = subprocess.run(
+            [python, JUDGE],
+            input=json.dumps({**asked, **changes}),
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+        )
+        assert done.returncode == 0, done.stderr
+        names: list[str] = json.loads(done.stdout)
+        return names
+
+    assert wrong() == []
+    # It would find one: each adapter's answers are no other's.
+    first, second, *_ = adapters
+    swapped = {first: asked["adapters"][second], second: asked["adapters"][first]}
+    assert wrong(adapters=swapped) == [first, second]

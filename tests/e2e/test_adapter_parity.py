@@ -1,111 +1,113 @@
 """Adapters over real processes: each request gets the tokens that transformers gives with its own
-adapter, unmerged, many of them at once, handed over, and across the death of a decode worker."""
+adapter, unmerged, a hundred adapters at once, handed over, and across the death of a decode worker;
+and in one process those of the servers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 import torch
 
-from batonlm.v1 import inference_pb2
-from tests.e2e.relay import (
-    PATIENCE_S,
-    Answer,
-    Relay,
-    eventually,
-    happens,
-    options,
-    until_it_comes_about,
-)
-from tests.e2e.test_parity import prompts
-from tests.engine.adapters import expected, save_adapter
-from tests.engine.tiny_models import save_tiny_model
+from batonlm import LLM
+from batonlm.client import Client
+from batonlm.core.errors import InvalidArgument, ModelNotFound
+from tests.e2e.adapters_at_once import ARCH, NAMES, NEW, ask_all, save_all, serving
+from tests.e2e.relay import PATIENCE_S, Relay
+from tests.engine.adapters import adapted, wrong_tokens
+from tests.engine.tiny_models import build
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.deep
 
-ARCH = "llama"
-GIVEN, LATER = ("a0", "a1"), ("a2", "a3", "a4", "a5")
-SHORT, LONG = 24, 200
+PROMPT = list(range(20, 84))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_all(tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(GIVEN + LATER, 1):
-        save_adapter(ARCH, made / name, seed=seed, rank=4 * seed)
-    return made
+    return tmp_path_factory.mktemp("running")
 
 
 @pytest.fixture(scope="module")
-def relay(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    model = save_tiny_model(ARCH, tmp_path_factory.mktemp("model") / "tiny")
-    given = [f"{name}={folder / name}" for name in GIVEN]
-    running = Relay(
-        tmp_path_factory.mktemp("running"),
-        *("--model", str(model), "--decode", "2", "--kv-memory-mib", "64", "--prefer-split"),
-        *("--adapter", *given, "--adapters-folder", str(folder)),
+def relay(adapters: dict[str, Path], folder: Path) -> Iterator[Relay]:
+    with serving(adapters, folder) as running:
+        yield running
+
+
+@pytest.mark.timeout(900)
+def test_a_hundred_at_once_equal_transformers(relay: Relay, adapters: dict[str, Path]) -> None:
+    found = ask_all(relay)
+    assert found.keys() == adapters.keys()
+    for name, answers in found.items():
+        assert not wrong_tokens(adapted(build(ARCH), adapters[name]), answers), name
+    alone = build(ARCH)
+    assert all(wrong_tokens(alone, answers) for answers in found.values()), (
+        "adapters that do nothing"
     )
-    for name in LATER:
-        body = {"lora_name": name, "lora_path": name}
-        route = f"{running.http}/v1/load_lora_adapter"
-        answer = httpx.post(route, json=body, timeout=PATIENCE_S)
-        assert answer.status_code == 200, answer.text
-    yield running
-    running.close()
 
 
-def generate(relay: Relay, model: str, prompt: list[int], max_tokens: int) -> list[int]:
-    request = inference_pb2.GenerateRequest(model=model, options=options(max_tokens=max_tokens))
-    request.token_ids.ids.extend(prompt)
-    answer = Answer()
-    for response in relay.stub.Generate(request, timeout=PATIENCE_S):
-        answer.take(response.event)
-    return answer.token_ids[0]
+def test_prefixes_of_each_adapter_are_its_own(relay: Relay, adapters: dict[str, Path]) -> None:
+    """Asked twice, so that the second answer comes from cached KV: never another adapter's."""
+    with Client(relay.description["grpc"], timeout_s=PATIENCE_S) as client:
+        answers = [
+            client.generate(
+                PROMPT, model=name, max_tokens=NEW, temperature=0.0, return_token_ids=True,
+                ignore_eos=True,
+            ).read()
+            for _ in range(2)
+            for name in ("", *NAMES[:6])
+        ]  # fmt: skip
+    tokens = [tuple(answer.choices[0].token_ids) for answer in answers]
+    assert tokens[:7] == tokens[7:] and len(set(tokens)) == 7
+    assert all(answer.finished.cached_tokens for answer in answers[7:])
+    for name, found in zip(NAMES[:6], tokens[1:7], strict=True):
+        network = adapted(build(ARCH), adapters[name])
+        assert not wrong_tokens(network, [(PROMPT, list(found))]), name
 
 
-def test_many_at_once_equal_transformers(relay: Relay, folder: Path) -> None:
-    asked = prompts(400)[5::3]
-    work = [(name, index) for index in range(len(asked)) for name in ("", *GIVEN, *LATER)]
-    right = {
-        name: expected(ARCH, folder / name if name else None, asked, SHORT)
-        for name in ("", *GIVEN, *LATER)
+def test_one_process_gives_the_tokens_of_the_servers(
+    relay: Relay, adapters: dict[str, Path], folder: Path
+) -> None:
+    """Each request of a call with its own adapter."""
+    model = str(folder / "tiny")
+    names = ["", *NAMES[:8], f"tiny:{NAMES[8]}"]
+    options: dict[str, Any] = {
+        "max_tokens": 40,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
     }
-    assert len({str(tokens) for tokens in right.values()}) == len(right)
-    # Twice: the second time prefixes are cached, of each adapter its own.
-    for _ in range(2):
-        with ThreadPoolExecutor(len(work)) as pool:
-            found = pool.map(lambda it: generate(relay, it[0], asked[it[1]], SHORT), work)
-            for (name, index), tokens in zip(work, found, strict=True):
-                assert tokens == right[name][index], (name, index)
-    assert relay.metric(relay.router, "baton_kv_bytes_total") > 0
-
-
-def test_a_killed_worker_changes_no_token(relay: Relay, folder: Path) -> None:
-    (prompt,) = prompts(400)[10:11]
-    names = (*GIVEN, *LATER)
-    right = {name: expected(ARCH, folder / name, [prompt], LONG)[0] for name in names}
-
-    def killed() -> bool:
-        before = relay.lost_attempts()
-        with ThreadPoolExecutor(2 * len(names)) as pool:
-            runs = [(n, pool.submit(generate, relay, n, prompt, LONG)) for n in names * 2]
-            happens(lambda: sum(relay.running("decode").values()) > 2, PATIENCE_S)
-            victim = relay.busiest("decode")
-            relay.kill(victim)
-            for name, running in runs:
-                assert running.result() == right[name], name
-        relay.wait_for_all(gone=victim["pid"])
-        workers = relay.processes("decode")
-        eventually(
-            lambda: all(relay.metric(w, "baton_adapters") == len(names) for w in workers),
-            PATIENCE_S,
-            "the new worker has all adapters",
-        )
-        return relay.lost_attempts() > before
-
-    until_it_comes_about(killed, "streams lost their worker")
+    sampled = {**options, "temperature": 1.0, "seed": 5}
+    with Client(relay.description["grpc"], timeout_s=PATIENCE_S) as client:
+        right = [
+            client.generate(PROMPT, model=name, **given).read()
+            for given in (options, sampled)
+            for name in names
+        ]
+    given = {name: adapters[name] for name in NAMES[:10]}
+    with LLM(model, kv_memory_mib=32, threads=1, adapters=given, adapter_memory_mib=1) as llm:
+        requests = [
+            llm.request(PROMPT, model=name, **each) for each in (options, sampled) for name in names
+        ]
+        found = list(llm.answers(requests))
+        assert [answer.accepted.model for answer in found] == [
+            answer.accepted.model for answer in right
+        ]
+        assert [tuple(answer.choices[0].token_ids) for answer in found] == [
+            tuple(answer.choices[0].token_ids) for answer in right
+        ]
+        (one,) = llm.generate([PROMPT], model=names[1], **options)
+        assert tuple(one.choices[0].token_ids) == tuple(right[1].choices[0].token_ids)
+        for wrong in (NAMES[20], f"other:{NAMES[0]}", "tiny:", ":"):
+            with pytest.raises(ModelNotFound, match="a0"):
+                llm.generate("a", model=wrong)
+    with pytest.raises(InvalidArgument, match="nowhere") as refused:
+        LLM(model, kv_memory_mib=32, threads=1, adapters={"a": folder / "nowhere"})
+    assert refused.value.field == "adapters"

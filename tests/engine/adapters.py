@@ -123,3 +123,19 @@ def expected(
     if adapter is not None:
         adapted(network, adapter)
     return [greedy_tokens(network, prompt, count) for prompt in prompts]
+
+
+@torch.inference_mode()
+def wrong_tokens(network: Any, answers: Sequence[tuple[list[int], list[int]]]) -> list[str]:
+    """What a network says against greedy answers to prompts; empty where each token is the one that
+    it finds most likely behind those before it. One pass computes all of them: a causal network
+    reads nothing of the padding behind a sequence."""
+    longest = max(len(prompt) + len(tokens) for prompt, tokens in answers)
+    rows = [[*prompt, *tokens] for prompt, tokens in answers]
+    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+    best = network(input_ids=ids).logits.argmax(-1).tolist()
+    return [
+        f"{prompt} -> {tokens}, not {right}"
+        for (prompt, tokens), row in zip(answers, best, strict=True)
+        if (right := row[len(prompt) - 1 : len(prompt) + len(tokens) - 1]) != tokens
+    ]

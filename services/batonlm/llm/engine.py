@@ -25,7 +25,7 @@ from batonlm.core.errors import (
     Unavailable,
 )
 from batonlm.core.request.attempt import AttemptKey, ChoiceTokens
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.scheduler.events import AttemptFailed, Event, KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import CompiledGrammar
@@ -34,6 +34,7 @@ from batonlm.core.scheduler.sequence_table import Load
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.llm.job import Batch, Job
+from batonlm.worker.adapters import WorkerAdapters
 from batonlm.worker.engine import engine_loop, open_book, open_runner
 from batonlm.worker.hardware import OFFLINE, settled
 from batonlm.worker.options import DecodeConfig
@@ -63,6 +64,8 @@ class Engine:
         """Why no more jobs are taken."""
         self.max_running = 0
         """Sequences that can run at once. Set by `open`."""
+        self.adapters: dict[str, AdapterDescription] = {}
+        """By name. Set by `open`."""
         self._thread = threading.Thread(target=self._main, name="llm", daemon=True)
 
     def open(self) -> ModelDescription:
@@ -137,8 +140,7 @@ class Engine:
             self._options, self.max_running = options, options.max_running
             log.info("%s", chosen.why)
             try:
-                await _unless(stopped, self._engine.start())
-                model = await self._engine.call(lambda loop: loop.runner.model)
+                model = await _unless(stopped, self._load(options))
                 self._book = await asyncio.to_thread(open_book, options, model)
                 self._opened.set_result(model)
                 await asyncio.wait(
@@ -158,6 +160,15 @@ class Engine:
                 await asyncio.gather(stopped, *self._tasks, return_exceptions=True)
                 self._book.close()
                 await self._engine.stop()
+
+    async def _load(self, options: DecodeConfig) -> ModelDescription:
+        """Loads the model, and the adapters beside it. Raises BatonError."""
+        await self._engine.start()
+        runner = await self._engine.call(lambda loop: loop.runner)
+        adapters = WorkerAdapters(self._engine, runner, "")
+        await adapters.load_given(options.adapters)
+        self.adapters = {each.name: each for each in adapters.held.adapters}
+        return runner.model
 
     def _take(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -281,15 +292,15 @@ class Engine:
             self._end(job, Cancelled("The call was ended."))
 
 
-async def _unless(stopped: asyncio.Future[Any], starting: Coroutine[Any, Any, None]) -> None:
-    """Awaits a start. Raises Unavailable when it is interrupted."""
+async def _unless(stopped: asyncio.Future[Any], starting: Coroutine[Any, Any, T]) -> T:
+    """Awaits a start and returns its result. Raises Unavailable when it is interrupted."""
     task = asyncio.create_task(starting)
     await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
         raise _closed()
-    task.result()
+    return task.result()
 
 
 def _fault() -> Internal:

@@ -22,7 +22,7 @@ from batonlm.core.request.first_attempt import (
     scoring,
     truncated,
 )
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import (
     Accepted,
@@ -126,9 +126,11 @@ class Job:
         request: Request,
         encoded: Encoded,
         model: ModelDescription,
+        adapter: AdapterDescription | None,
         vocabulary: Vocabulary,
     ) -> None:
-        """index: its place in the batch. model: with its answers' format. Raises InvalidArgument,
+        """index: its place in the batch. model: with its answers' format. adapter: that computes
+        it beside the model. Raises InvalidArgument,
         naming the field, for a request that the model cannot run."""
         answers = AnswerRules().of(request, model.answer_format, left_open=encoded.reasoning_open)
         self.tools_bind = answers is not None and request.grammar is None
@@ -139,7 +141,10 @@ class Job:
         stop = resolve_stop(request, len(prompt), model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
-        own = first_attempt(request, request_id, prompt, drawn_seed(request), stop)
+        digest = adapter.digest if adapter else ""
+        own = first_attempt(request, request_id, prompt, drawn_seed(request), stop, digest)
+        self.model_name = adapter.name if adapter else model.name
+        """As the answer says it."""
         self.batch = batch
         self.index = index
         self.request = request
@@ -183,7 +188,7 @@ class Job:
         eager = answers is not None or bool(request.stop_strings)
         return RunningChoice(log, StreamedText(vocabulary, options), eager=eager)
 
-    def answer(self, model_name: str, vocabulary: Vocabulary, encoder: Encoder) -> Answer:
+    def answer(self, vocabulary: Vocabulary, encoder: Encoder) -> Answer:
         """The answer, once the job has ended well."""
         request, prompt, seed = self.request, self._own.token_ids, self._own.sampling.seed
         text = ""
@@ -196,7 +201,7 @@ class Job:
         scores = self.scores
         accepted = Accepted(
             self._own.request_id,
-            model_name,
+            self.model_name,
             len(prompt),
             seed,
             prompt if request.return_token_ids else (),

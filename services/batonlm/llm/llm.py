@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from queue import Empty
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from batonlm.cli.layout import check_folder, resolve_model
 from batonlm.cli.precision import FLOAT32, ModelShare, choose_here, read_weights
@@ -38,7 +38,7 @@ from batonlm.core.errors import (
     install,
     model_not_found,
 )
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import AdapterDescription, ModelDescription
 from batonlm.core.request.request import (
     Message,
     Request,
@@ -105,15 +105,23 @@ class EngineOptions(TypedDict, total=False):
     swap_host_mib: int
     tensor_parallel: int
     pipeline_parallel: int
+    adapters: Mapping[str, str | Path]
+    """Folders of LoRA adapters by name, which requests may give as their model."""
+    adapter_memory_mib: int
+    adapter_host_mib: int
 
 
 def _config(model: Path, name: str, given: EngineOptions) -> DecodeConfig:
     """Raises TypeError for an unknown option, InvalidArgument for a value that it cannot have."""
     known = options_of(DecodeConfig)
-    values = {}
+    values: dict[str, Any] = {}
     for option, value in given.items():
         if option not in EngineOptions.__annotations__:
             raise TypeError(f"LLM has no option {option!r}")
+        if option == "adapters":
+            adapters = cast("Mapping[str, str | Path]", value)
+            values[option] = tuple(f"{name}={folder}" for name, folder in adapters.items())
+            continue
         values[option] = parse(known[option], value, "LLM")
     return DecodeConfig(model=str(model), model_name=name, **values)
 
@@ -207,6 +215,7 @@ class LLM:
         self,
         prompts: str | Iterable[str | Sequence[int]],
         *,
+        model: str = "",
         progress: bool | None = None,
         return_exceptions: Literal[False] = False,
         **options: Unpack[Options],
@@ -216,6 +225,7 @@ class LLM:
         self,
         prompts: str | Iterable[str | Sequence[int]],
         *,
+        model: str = "",
         progress: bool | None = None,
         return_exceptions: Literal[True],
         **options: Unpack[Options],
@@ -224,20 +234,22 @@ class LLM:
         self,
         prompts: str | Iterable[str | Sequence[int]],
         *,
+        model: str = "",
         progress: bool | None = None,
         return_exceptions: bool = False,
         **options: Unpack[Options],
     ) -> Sequence[Answer | BatonError]:
         """Continues texts or lists of token ids; returns one answer for each, in order.
 
-        options: of all prompts, the same as of `batonlm.client.Client.generate`. progress: whether
-        a bar is shown on stderr; None: on a terminal. return_exceptions: an error takes its
+        model: the name of the adapter that computes them beside the model; "": none does. options:
+        of all prompts, the same as of `batonlm.client.Client.generate`. progress: whether a bar is
+        shown on stderr; None: on a terminal. return_exceptions: an error takes its
         answer's place; else the first one ends the call. Raises BatonError.
         """
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         outcomes = self._run(
             given,
-            lambda prompt: self.request(prompt, **options),
+            lambda prompt: self.request(prompt, model=model, **options),
             options,
             progress=progress,
             return_exceptions=return_exceptions,
@@ -249,6 +261,7 @@ class LLM:
         self,
         conversations: Messages | Iterable[Messages],
         *,
+        model: str = "",
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice | None = None,
         progress: bool | None = None,
@@ -260,6 +273,7 @@ class LLM:
         self,
         conversations: Messages | Iterable[Messages],
         *,
+        model: str = "",
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice | None = None,
         progress: bool | None = None,
@@ -270,6 +284,7 @@ class LLM:
         self,
         conversations: Messages | Iterable[Messages],
         *,
+        model: str = "",
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice | None = None,
         progress: bool | None = None,
@@ -284,33 +299,40 @@ class LLM:
         given: Any = [conversations] if _is_one(conversations) else conversations
         outcomes = self._run(
             given,
-            lambda one: self.chat_request(one, tools=tools, tool_choice=tool_choice, **options),
+            lambda one: self.chat_request(
+                one, model=model, tools=tools, tool_choice=tool_choice, **options
+            ),
             options,
             progress=progress,
             return_exceptions=return_exceptions,
         )
         return [*outcomes]
 
-    def request(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Request:
-        """Returns a request for `answers`. Raises InvalidArgument naming the option."""
+    def request(
+        self, prompt: str | Sequence[int], *, model: str = "", **options: Unpack[Options]
+    ) -> Request:
+        """Returns a request for `answers`. model: see `generate`. Raises InvalidArgument naming the
+        option."""
         with _named(options):
-            return generate_from_proto(generate_request(prompt, "", options), None)
+            return generate_from_proto(generate_request(prompt, model, options), None)
 
     def chat_request(
         self,
         messages: Messages,
         *,
+        model: str = "",
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice | None = None,
         **options: Unpack[Options],
     ) -> Request:
-        """Returns a request for `answers`. Raises InvalidArgument naming the option."""
+        """Returns a request for `answers`. model: see `generate`. Raises InvalidArgument naming the
+        option."""
         if isinstance(messages, Message | Mapping):
             raise InvalidArgument(
                 "a conversation must be a list of messages, or a text", field="messages"
             )
         with _named(options):
-            return chat_from_proto(chat_request(messages, "", tools, tool_choice, options), None)
+            return chat_from_proto(chat_request(messages, model, tools, tool_choice, options), None)
 
     @overload
     def answers(
@@ -409,18 +431,28 @@ class LLM:
         for index, given in numbered:
             try:
                 request = make(given)
-                if request.model not in ("", self.model.name):
-                    raise model_not_found(request.model, [self.model.name])
-                valid.append((index, validate(request)))
+                adapter = self._adapter(request.model)
+                valid.append((index, validate(request), adapter))
             except BatonError as error:
                 outcomes[index] = error
-        encoded = self._encoder.encode([Asked(r.prompt, r.cache_salt) for _, r in valid])
-        for (index, request), prompt in zip(valid, encoded, strict=True):
+        encoded = self._encoder.encode(
+            [Asked(r.prompt, r.cache_salt, a.digest if a else "") for _, r, a in valid]
+        )
+        for (index, request, adapter), prompt in zip(valid, encoded, strict=True):
             try:
                 if isinstance(prompt, BatonError):
                     raise prompt
                 request_id = str(next(self._numbers))
-                job = Job(batch, index, request_id, request, prompt, self.model, self._vocabulary)
+                job = Job(
+                    batch,
+                    index,
+                    request_id,
+                    request,
+                    prompt,
+                    self.model,
+                    adapter,
+                    self._vocabulary,
+                )
             except BatonError as error:
                 outcomes[index] = error
                 continue
@@ -434,8 +466,19 @@ class LLM:
         self._engine.submit(jobs)
         return outcomes
 
+    def _adapter(self, model: str) -> AdapterDescription | None:
+        """The adapter that a request's `model` stands for: its name, or MODEL:NAME; None for the
+        model alone. Raises ModelNotFound."""
+        if model in ("", self.model.name):
+            return None
+        base, _, name = model.rpartition(":")
+        found = self._engine.adapters.get(name)
+        if found is None or base not in ("", self.model.name):
+            raise model_not_found(model, [self.model.name, *self._engine.adapters])
+        return found
+
     def _answer(self, job: Job) -> Answer:
-        return job.answer(self.model.name, self._vocabulary, self._encoder)
+        return job.answer(self._vocabulary, self._encoder)
 
     def _await_ended(self, batch: Batch) -> Iterator[tuple[Job, BatonError | None]]:
         """Waits for jobs that have ended. Raises BatonError when the engine is gone."""
