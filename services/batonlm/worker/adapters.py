@@ -19,11 +19,10 @@ from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.validation import check_adapter_name
 from batonlm.core.routing.load import AdapterList
 from batonlm.core.scheduler.plan import ModelRunner
-from batonlm.engine.thread import EngineThread
+from batonlm.engine.thread import EngineThread, to_end
 from batonlm.rpc.convert import filled
 from batonlm.rpc.server import Service
 from batonlm.rpc.worker import adapters_to_proto
-from batonlm.transfer.stream import to_end
 from batonlm.v1 import adapters_pb2 as pb
 from batonlm.v1 import adapters_pb2_grpc, types_pb2
 
@@ -87,7 +86,8 @@ class WorkerAdapters:
         if name == self._runner.model.name:
             raise InvalidArgument("This is the model's own name.", field="name")
         # A caller that leaves does not stop a change halfway.
-        return await to_end(self._change(name, folder, digest, replace_other))
+        change = asyncio.ensure_future(self._change(name, folder, digest, replace_other))
+        return await to_end(change)
 
     async def _change(
         self, name: str, folder: Path, digest: str, replace_other: bool
