@@ -24,6 +24,7 @@ _OUTCOMES = {
     "completed", "full", "failed",  # of hand-overs
     "hit", "miss", "ok", "moved", "refused",
     "met", "missed",  # of objectives
+    "dropped", "equal", "different",  # of shadow requests
 }  # fmt: skip
 _HANDOVER_STAGES = {
     "open_wait", "grant_wait", "buffer_wait", "pack", "seal", "confirm_wait",
@@ -33,6 +34,9 @@ _WORKER_STAGES = {"prefill_queue", "prefill", "local_prefill", "kv_wait"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 LABELS: dict[str, set[str] | re.Pattern[str]] = {
+    # Of the operator's file.
+    "alias": re.compile(r"[\w./:-]{1,200}"),
+    "by": {"small", "large"},
     # One that was loaded, or none: never what a client asked for.
     "adapter": re.compile(r"(?:[\w./-]{1,128})?"),
     "error_type": {"", *(reason.name.lower() for reason in Reason)},
@@ -68,7 +72,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "path": {"self", "peer"},
     "place": {"host", "disk"},
     "prefill": {"local", "remote"},
-    "reason": {limit.value for limit in Limit},
+    "reason": {limit.value for limit in Limit} | {reason.name.lower() for reason in Reason},
     "ring": {"sender", "receiver"},
     "role": {*ROLES, "encode"},
     "side": {"sender", "receiver"},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from batonlm.cli.main import main
-from batonlm.core.routing.aliases import parse
+from batonlm.core.routing.aliases import Alias, Shadow, parse
 
 
 def weights(file: Path) -> dict[str, dict[str, int]]:
@@ -37,6 +37,21 @@ def test_weights_are_set_and_taken_back(tmp_path: Path, capsys: pytest.CaptureFi
     assert [path.name for path in tmp_path.iterdir()] == ["aliases.json"]
 
 
+def test_a_shadow_stays_until_it_is_taken_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "aliases.json"
+    route = ["route", str(file), "chat"]
+    assert main([*route, "small", "--shadow", "new=0.05"]) == 0
+    assert main([*route, "small=1", "large=1"]) == 0
+    assert main([*route, "--back"]) == 0
+    alias = parse(file.read_text())["chat"]
+    assert alias == Alias((("small", 1),), shadow=Shadow("new", 0.05))
+    assert capsys.readouterr().out.splitlines()[-1] == "chat: small 1; unseen: new 0.05"
+    assert main([*route, "--shadow", "new=0"]) == 0
+    assert parse(file.read_text())["chat"] == Alias((("small", 1),))
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -46,6 +61,11 @@ def test_weights_are_set_and_taken_back(tmp_path: Path, capsys: pytest.CaptureFi
         ["chat", "small", "large"],
         ["chat", "small=1", "--back"],
         ["--back"],
+        ["chat", "small=1", "--shadow", "new"],
+        ["chat", "small=1", "--shadow", "new=2"],
+        ["chat", "small=1", "--shadow", "new=nan"],
+        ["chat", "small=1", "--shadow", "=0.5"],
+        ["other", "--shadow", "new=0.5"],
         ["none", "--remove"],
         ["none"],
     ],

@@ -23,7 +23,6 @@ from batonlm.client.messages import (
     Vectors,
     chat_request,
     embed_request,
-    event_from_proto,
     generate_request,
     ranked,
     score_request,
@@ -45,6 +44,7 @@ from batonlm.rpc.address import split
 from batonlm.rpc.channels import open_blocking_channel, open_client_channel
 from batonlm.rpc.convert import model_from_proto
 from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.inference import event_from_proto
 from batonlm.rpc.peers import api_key_metadata, check_api_key
 from batonlm.v1 import inference_pb2 as pb
 from batonlm.v1 import inference_pb2_grpc

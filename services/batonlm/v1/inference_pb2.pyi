@@ -620,6 +620,7 @@ class RequestFinished(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    TRIED_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     completion_tokens: _builtins.int
@@ -628,6 +629,10 @@ class RequestFinished(_message.Message):
     """Prompt tokens whose KV came from a prefix cache."""
     reasoning_tokens: _builtins.int
     """Output tokens of a chat that were reasoning."""
+    tried_tokens: _builtins.int
+    """Tokens, of prompt and output, of a model that was asked before this one and did not suffice. They
+    are charged, too.
+    """
     @_builtins.property
     def stages(self) -> Global___StageTimes:
         """Where the time went and who served; absent when the operator wants it not told."""
@@ -640,10 +645,11 @@ class RequestFinished(_message.Message):
         cached_tokens: _builtins.int = ...,
         stages: Global___StageTimes | None = ...,
         reasoning_tokens: _builtins.int = ...,
+        tried_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "stages", b"stages", "tried_tokens", b"tried_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from batonlm.core.routing.aliases import Alias
 from batonlm.router.api.access import OpenAuthenticator
 from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
-from batonlm.router.request.pipeline import EventStream
+from batonlm.router.request.pipeline import FleetStream
 from batonlm.router.request.texts import MAX_DELTA_TOKENS
 from batonlm.rpc.errors import from_rpc_error
 from batonlm.rpc.server import ProcessServer
@@ -241,13 +241,13 @@ async def test_a_call_that_is_not_read_is_cut(
 ) -> None:
     """Its answer is larger than the client's window; what waits for it is no larger than before."""
     closed = asyncio.Event()
-    close = EventStream.aclose
+    close = FleetStream.aclose
 
-    async def note(stream: EventStream) -> None:
+    async def note(stream: FleetStream) -> None:
         await close(stream)
         closed.set()
 
-    monkeypatch.setattr(EventStream, "aclose", note)
+    monkeypatch.setattr(FleetStream, "aclose", note)
     async with faced(world, stall_timeout_s=0.3, bdp_probe=0, lookahead_bytes=4096) as face:
         wanted = options(
             n=4,

@@ -351,6 +351,9 @@ class Finished:
     """None when the operator hides it."""
     reasoning_tokens: int = 0
     """The part of `completion_tokens` that was reasoning."""
+    tried_tokens: int = 0
+    """Tokens, of prompt and output, of a model that was asked before this one and did not suffice.
+    They are charged, too."""
 
 
 Event = Accepted | Delta | Finished

@@ -9,24 +9,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.request import ChatPrompt, Prompt, Request, TextPrompt, TokenPrompt
+from batonlm.core.routing.cascade import Cascade, cascade_document, cascade_from
+from batonlm.core.routing.documents import checked_name, checked_number, checked_object
 
 MAX_ALIASES = 1000
 MAX_MODELS = 16
 """Of one name."""
 MAX_WEIGHT = 1_000_000
-MAX_NAME = 200
 START_CHARACTERS = 1024
 START_TOKENS = 256
 """How much of a prompt says which conversation it is."""
 
 Weights = tuple[tuple[str, int], ...]
 """Models with their weights, in an order that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """A model that also gets some requests of a name. Nobody sees its answers."""
+
+    model: str
+    share: float
+    """Of the name's requests, above 0 and up to 1, drawn for each by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,9 @@ class Alias:
     """At least one weight is above 0."""
     former: Weights = ()
     """The weights before the last change; empty: there was none."""
+    shadow: Shadow | None = None
+    cascade: Cascade | None = None
+    """None: its models' answers are good enough."""
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -49,7 +61,12 @@ class Alias:
         given = dict(weights)
         kept = [model for model, _ in self.weights if model in given]
         order = dict.fromkeys([*kept, *given])
-        return Alias(tuple((model, given[model]) for model in order), self.weights)
+        in_order = tuple((model, given[model]) for model in order)
+        return replace(self, weights=in_order, former=self.weights)
+
+    def went_back(self) -> Alias:
+        """Returns the alias with its former weights, and none before them."""
+        return replace(self, weights=self.former, former=())
 
     def model(self, key: bytes, served: Collection[str]) -> str:
         """Returns the model of a conversation: of those that are served now, or, where none is, of
@@ -90,7 +107,8 @@ def _start(prompt: Prompt) -> str:
 def parse(text: str) -> dict[str, Alias]:
     """Returns the aliases of one JSON document, by name:
 
-        {"aliases": {"chat": {"models": {"small": 90, "large": 10}, "former": {"small": 1}}}}
+        {"aliases": {"chat": {"models": {"small": 90, "large": 10}, "former": {"small": 1},
+                              "shadow": {"model": "new", "share": 0.05}}}}
 
     Raises InvalidArgument whose field is the place in the document.
     """
@@ -98,16 +116,22 @@ def parse(text: str) -> dict[str, Alias]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidArgument("is not JSON", field="aliases") from None
-    whole = _object(document, "the document", ("aliases",))
-    entries = _object(whole.get("aliases", {}), "aliases")
+    whole = checked_object(document, "the document", ("aliases",))
+    entries = checked_object(whole.get("aliases", {}), "aliases")
     if len(entries) > MAX_ALIASES:
         raise InvalidArgument(f"must be at most {MAX_ALIASES}", field="aliases")
     found = {}
     for name, entry in entries.items():
         where = f"aliases.{checked_name(name, 'aliases')}"
-        table = _object(entry, where, ("models", "former"))
+        table = checked_object(entry, where, ("models", "former", "shadow", "cascade"))
         former = checked(table["former"], f"{where}.former") if table.get("former") else ()
-        found[name] = Alias(checked(table.get("models", {}), f"{where}.models"), former)
+        shadow, cascade = table.get("shadow"), table.get("cascade")
+        found[name] = Alias(
+            checked(table.get("models", {}), f"{where}.models"),
+            former,
+            None if shadow is None else checked_shadow(shadow, f"{where}.shadow"),
+            None if cascade is None else cascade_from(cascade, f"{where}.cascade"),
+        )
     return found
 
 
@@ -116,6 +140,8 @@ def render(aliases: Mapping[str, Alias]) -> str:
     entries = {
         name: {"models": dict(alias.weights)}
         | ({"former": dict(alias.former)} if alias.former else {})
+        | ({"shadow": asdict(alias.shadow)} if alias.shadow is not None else {})
+        | ({"cascade": cascade_document(alias.cascade)} if alias.cascade is not None else {})
         for name, alias in aliases.items()
     }
     return json.dumps({"aliases": entries}, indent=1) + "\n"
@@ -123,7 +149,7 @@ def render(aliases: Mapping[str, Alias]) -> str:
 
 def checked(weights: object, where: str) -> Weights:
     """Returns weights by model. Raises InvalidArgument with `where` as its field."""
-    table = _object(weights, where)
+    table = checked_object(weights, where)
     for model, weight in table.items():
         checked_name(model, where)
         if not isinstance(weight, int) or isinstance(weight, bool) or not 0 <= weight <= MAX_WEIGHT:
@@ -137,19 +163,10 @@ def checked(weights: object, where: str) -> Weights:
     return tuple(table.items())
 
 
-def checked_name(name: str, where: str) -> str:
-    """Returns a name that is fit for metrics and logs. Raises InvalidArgument."""
-    if not (0 < len(name) <= MAX_NAME and name.isprintable() and name.isascii()):
-        raise InvalidArgument(
-            f"{name[:80]!r} must be 1 to {MAX_NAME} printable ASCII characters", field=where
-        )
-    return name
-
-
-def _object(value: object, where: str, known: Collection[str] = ()) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument("must be an object", field=where)
-    for key in value:
-        if known and key not in known:
-            raise InvalidArgument(f"has no {key[:80]!r}", field=where)
-    return value
+def checked_shadow(shadow: object, where: str) -> Shadow:
+    """Raises InvalidArgument with `where` as its field."""
+    table = checked_object(shadow, where, ("model", "share"))
+    share = checked_number(table.get("share"), f"{where}.share", 0.0, 1.0)
+    if not share:
+        raise InvalidArgument("must be above 0", field=f"{where}.share")
+    return Shadow(checked_name(table.get("model"), f"{where}.model"), share)

@@ -39,9 +39,13 @@ class _Trial:
 
     def __init__(self, alias: Alias) -> None:
         self.alias = alias
-        self.back: Alias | None = None
-        """What counts instead."""
+        self.gone_back = False
+        """Whether the former weights count instead."""
         self.seen: dict[str, deque[Outcome]] = {}
+
+    def is_of(self, alias: Alias) -> bool:
+        """Whether the alias has these weights still, and these former ones."""
+        return (self.alias.weights, self.alias.former) == (alias.weights, alias.former)
 
 
 class StepBack:
@@ -54,14 +58,22 @@ class StepBack:
         """Returns the alias as it counts now. alias: what the operator's file says; another value
         than before begins anew."""
         trial = self._trials.get(name)
-        if trial is None or trial.alias != alias:
+        if trial is None or not trial.is_of(alias):
             trial = self._trials[name] = _Trial(alias)
-        return trial.back or alias
+        return alias.went_back() if trial.gone_back else alias
+
+    def has_gone_back(self, name: str, alias: Alias) -> bool:
+        """Whether the former weights of the alias count now. Changes nothing."""
+        trial = self._trials.get(name)
+        return trial is not None and trial.gone_back and trial.is_of(alias)
 
     def ended(self, name: str, model: str, outcome: Outcome) -> str:
         """Takes a request's end. Returns why the former weights count from now on, or ""."""
         trial = self._trials.get(name)
-        if trial is None or trial.back is not None or not trial.alias.former:
+        if trial is None or trial.gone_back or not trial.alias.former:
+            return ""
+        if model not in dict(trial.alias.weights):
+            # The large model of a cascade.
             return ""
         trial.seen.setdefault(model, deque(maxlen=NEWEST)).append(outcome)
         grown = _grown(trial.alias)
@@ -70,7 +82,7 @@ class StepBack:
         others = [one for other, seen in trial.seen.items() if other not in grown for one in seen]
         why = _worse(trial.seen[model], others)
         if why:
-            trial.back = Alias(trial.alias.former)
+            trial.gone_back = True
             trial.seen.clear()
         return why and f"{model} {why}"
 

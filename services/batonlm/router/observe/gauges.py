@@ -53,6 +53,11 @@ LOOP_STALLED = Spec(
     "baton_loop_stalled_seconds_total", "Time in which the event loop did not come round."
 )
 REPLICAS = Spec("baton_routers", "Live routers, as this one knows: budgets are shared by them.")
+GONE_BACK = Spec(
+    "baton_alias_gone_back",
+    "1 for a name whose former weights count on this router because a model did badly.",
+    ("alias",),
+)
 INDEX_UNITS = Spec(
     "baton_prefix_index_units",
     "Cached units of 64 tokens known of the workers of a role.",
@@ -126,6 +131,7 @@ def watch(
         QUEUED: lambda: {(): len(gate.queue)},
         QUEUED_TOKENS: lambda: {(): gate.queue.tokens},
         CONCURRENCY_LIMITER: lambda: {(): gate.dispatcher.window.limit},
+        GONE_BACK: pipeline.gone_back,
         REPLICAS: lambda: {(): replicas.live_replicas()},
         WORKERS: lambda: {
             (pool.role, state): number

@@ -87,6 +87,49 @@ ADAPTER_TOKENS = Spec(
     "Tokens of a LoRA adapter: of prompts that were let in, and of output.",
     ("adapter", "kind"),
 )
+STEPS_BACK = Spec(
+    "baton_alias_steps_back_total",
+    "Times that this router took back a change of a name's weights, by the model that did badly.",
+    ("alias", "model"),
+)
+SHADOW_REQUESTS = Spec(
+    "baton_shadow_requests_total",
+    "Requests that a shadow model was to get too, by what became of them there.",
+    ("alias", "model", "outcome"),
+)
+SHADOW_FIRST_TOKEN = Spec(
+    "baton_shadow_time_to_first_token_seconds",
+    "From the start of a shadow model's request to its first token.",
+    ("alias", "model"),
+    TIME_TO_FIRST_TOKEN.buckets,
+)
+SHADOW_TIME = Spec(
+    "baton_shadow_request_seconds",
+    "From the start of a shadow model's request to its last token.",
+    ("alias", "model"),
+    REQUEST_TIME.buckets,
+)
+SHADOW_COMPARISONS = Spec(
+    "baton_shadow_comparisons_total",
+    "Greedy answers of a shadow model, by whether their tokens equal those of the real answer.",
+    ("alias", "model", "outcome"),
+)
+CASCADE_ANSWERS = Spec(
+    "baton_cascade_answers_total",
+    "Requests of a name with a small and a large model, by which of them answers.",
+    ("alias", "by"),
+)
+CASCADE_ALONE = Spec(
+    "baton_cascade_alone_total",
+    "Requests whose small model answers because the large one could not be asked, by why.",
+    ("alias", "reason"),
+)
+CASCADE_CONFIDENCE = Spec(
+    "baton_cascade_confidence",
+    "How sure a name's small model is of its answers, as its policy measures it.",
+    ("alias",),
+    (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99),
+)
 TENANT_REQUESTS = Spec(
     "baton_tenant_requests_total", "Requests of a tenant that ended.", ("tenant", "outcome")
 )
@@ -196,6 +239,9 @@ class RouterMetrics:
         self._migrations = counter(MIGRATIONS, registry)
         self._retries = counter(RETRIES, registry)
         self._predictions = histogram(PREDICTIONS, registry)
+        self.shadows = ShadowMetrics(registry)
+        self.cascades = CascadeMetrics(registry)
+        self.steps_back = counter(STEPS_BACK, registry)
         self._gen_ai = _GenAiMetrics(registry)
         self._vllm = _VllmMetrics(self.between_tokens, registry)
 
@@ -319,6 +365,53 @@ class RouterMetrics:
                 return OTHER_TENANTS
             self._tenants.add(name)
         return name
+
+
+class ShadowMetrics:
+    """Requests to shadow models, which no other metric counts."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = counter(SHADOW_REQUESTS, registry)
+        self._first_token = histogram(SHADOW_FIRST_TOKEN, registry)
+        self._request = histogram(SHADOW_TIME, registry)
+        self._comparisons = counter(SHADOW_COMPARISONS, registry)
+
+    def over(
+        self,
+        alias: str,
+        model: str,
+        outcome: str,
+        first_token_s: float | None = None,
+        took_s: float | None = None,
+    ) -> None:
+        """One ended, or was not sent. None: it had none, or did not end well."""
+        self._requests.labels(alias, model, outcome).inc()
+        if first_token_s is not None:
+            self._first_token.labels(alias, model).observe(first_token_s)
+        if took_s is not None:
+            self._request.labels(alias, model).observe(took_s)
+
+    def compared(self, alias: str, model: str, *, equal: bool) -> None:
+        self._comparisons.labels(alias, model, "equal" if equal else "different").inc()
+
+
+class CascadeMetrics:
+    """Requests of names with a small and a large model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._answers = counter(CASCADE_ANSWERS, registry)
+        self._alone = counter(CASCADE_ALONE, registry)
+        self._confidence = histogram(CASCADE_CONFIDENCE, registry)
+
+    def confidence(self, alias: str, value: float) -> None:
+        self._confidence.labels(alias).observe(value)
+
+    def answered(self, alias: str, by: str) -> None:
+        """by: "small" or "large"."""
+        self._answers.labels(alias, by).inc()
+
+    def alone(self, alias: str, error: BatonError) -> None:
+        self._alone.labels(alias, outcome_of(error)).inc()
 
 
 class _VllmMetrics:

@@ -294,6 +294,8 @@ class Dispatcher:
         self.occupancy = FleetLedger(fleet)
         self._present_since = float("-inf")
         self._swept_at = float("-inf")
+        self.on_waiting: Callable[[], None] = lambda: None
+        """Called when an attempt gets no workers at once."""
         self._turning: asyncio.Task[None] | None = None
         self._soon: asyncio.Handle | None = None
 
@@ -311,6 +313,8 @@ class Dispatcher:
         try:
             self._turn()
             pending_attempt.waited = not pending_attempt.future.done()
+            if pending_attempt.waited:
+                self.on_waiting()
             if pending_attempt.waited and self._turning is None:
                 self._turning = asyncio.create_task(self._keep_turning())
             return await pending_attempt.future

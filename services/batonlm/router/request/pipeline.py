@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import (
-    AsyncIterator,
     Awaitable,
     Callable,
     Coroutine,
@@ -19,17 +18,22 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import replace
+from typing import Protocol, Self, TypeVar
+
+from prometheus_client import CollectorRegistry
 
 from batonlm.core.admission.admission import Holding
 from batonlm.core.admission.tenant_budgets import Refusal
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, DeadlineExceeded, Unavailable
 from batonlm.core.observe.request_record import RequestRecord
+from batonlm.core.request.attempt import Logprobs, TokenLog
 from batonlm.core.request.model import AdapterDescription, ModelDescription
-from batonlm.core.request.request import Event, Request
+from batonlm.core.request.request import Delta, Event, Request, StopParams
 from batonlm.core.request.validation import validate
 from batonlm.core.routing.aliases import Alias
+from batonlm.core.routing.cascade import Cascade
 from batonlm.core.routing.failures import RetryBudget
 from batonlm.core.routing.step_back import Outcome
 from batonlm.router.config import RouterConfig
@@ -42,9 +46,12 @@ from batonlm.router.request.admission import (
     RouterServices,
     is_clients_fault,
 )
+from batonlm.router.request.cascade import Cascades
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.request.preparation import Preparation, Prepared
 from batonlm.router.request.runner import RequestRunner
+from batonlm.router.request.shadow import MAX_SHADOWS, ShadowRun, Shadows
+from batonlm.router.request.upstream import Upstreams, UpstreamStream
 from batonlm.router.workers.adapters import AdapterManager
 from batonlm.router.workers.encoders import Vectors
 from batonlm.router.workers.fleet import Fleet
@@ -74,8 +81,34 @@ RETRY_BURST = 100
 """Most of these retries at once: a dying worker loses about so many requests that have no token."""
 
 
-class EventStream(AsyncIterator[Event]):
-    """The events of one request for its client: Accepted, deltas, Finished.
+class EventStream(Protocol):
+    """The events of one request for its client: Accepted, deltas, Finished."""
+
+    tried_tokens: int
+    """Tokens of a model that was asked before this one."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """Returns the next event. Raises BatonError when the request failed, after all earlier
+        events."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the first attempt found in a prefix cache, known with its first
+        token."""
+
+    def call_off(self) -> None:
+        """Cancels the request if it still runs. Deltas that have arrived are returned before
+        Cancelled is raised."""
+
+    async def aclose(self) -> None:
+        """Ends the request if it still runs; returns when all its resources are released."""
+
+
+class FleetStream(EventStream):
+    """The events of a request that runs on this router's workers.
 
     There is no queue: when the next event is read, all that is new becomes one delta per choice. A
     slow reader gets fewer, larger deltas, as do all clients while the router is too busy to send
@@ -90,8 +123,12 @@ class EventStream(AsyncIterator[Event]):
         task: asyncio.Task[None],
         made: Prepared,
         on_first_token: Callable[[], None],
+        asked: Request | None = None,
     ) -> None:
-        """runner, task: of the request, which this object cancels."""
+        """runner, task: of the request, which this object cancels. asked: what the client asked,
+        where the request asks for more log-probabilities."""
+        self.tried_tokens = 0
+        self._asked = asked
         self._runner = runner
         self._task = task
         self._events: deque[Event] = deque([made.accepted])
@@ -113,7 +150,8 @@ class EventStream(AsyncIterator[Event]):
                 self._ended = True
                 self._raise_failure()
                 reasoning_tokens = sum(part.reasoning_tokens for part in self._parts)
-                return self._runner.finished(reasoning_tokens)
+                finished = self._runner.finished(reasoning_tokens)
+                return replace(finished, tried_tokens=self.tried_tokens)
             await self._runner.news.wait()
             early_s = self._runner.coalescer.early_s
             if early_s > 0:
@@ -127,9 +165,32 @@ class EventStream(AsyncIterator[Event]):
         token."""
         return self._runner.cached_tokens
 
+    @property
+    def model(self) -> ModelDescription:
+        return self._runner.model
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and, so far, of all choices."""
+        state = self._runner.state
+        return len(state.prompt) + sum(map(len, state.logs))
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request has ended with a failure."""
+        return self._task.done() and (self._task.cancelled() or bool(self._task.exception()))
+
+    async def begun(self, num_tokens: int) -> list[Sequence[Logprobs]]:
+        """Waits until every choice has so many tokens or has ended, or the request is over. Returns
+        the log-probabilities of these tokens, if the request asks for them. Takes no event."""
+        logs = self._runner.state.logs
+        while not self._task.done() and any(
+            len(log) < num_tokens and not log.ended for log in logs
+        ):
+            await self._runner.news.wait()
+        return [log.logprobs(0, num_tokens) for log in logs]
+
     def call_off(self) -> None:
-        """Cancels the request if it still runs. Deltas that have arrived are returned before
-        Cancelled is raised."""
         self._runner.cancel()
 
     async def aclose(self) -> None:
@@ -138,6 +199,14 @@ class EventStream(AsyncIterator[Event]):
         self._events.clear()
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    def _shown(self, delta: Delta) -> Delta:
+        """Returns what of a delta the client asked for."""
+        if self._asked is None or not delta.logprobs:
+            return delta
+        top = self._asked.sampling.top_logprobs
+        logprobs = () if top is None else (replace(x, top=x.top[:top]) for x in delta.logprobs)
+        return replace(delta, logprobs=tuple(logprobs))
 
     def _raise_failure(self) -> None:
         """Raises the failure of the task, which is over."""
@@ -157,7 +226,7 @@ class EventStream(AsyncIterator[Event]):
         for output in self._runner.outputs:
             delta = output.take_delta()
             if delta is not None:
-                parts = self._parts
+                parts, delta = self._parts, self._shown(delta)
                 self._events.append(parts[delta.choice].of(delta) if parts else delta)
         if not self._events:
             return False
@@ -210,6 +279,12 @@ class Pipeline:
         self.aliases = aliases or (lambda: own)
         self._preparation = Preparation(self.services, self.aliases)
         self.adapter_manager = AdapterManager(fleet, config, self.aliases)
+        dispatcher = self.gate.dispatcher
+        self._shadows = Shadows(self._for_shadows, metrics.shadows, dispatcher.turn_soon)
+        dispatcher.on_waiting = self._shadows.drop
+        self._cascades = Cascades(self, metrics.cascades)
+        self._upstreams = Upstreams()
+        self._forwarded: set[UpstreamStream] = set()
         self._num_requests = 0
         self._leaving = False
         self.draining = False
@@ -220,6 +295,18 @@ class Pipeline:
         self._preparing: set[asyncio.Timeout] = set()
         self._runners: set[RequestRunner] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def _for_shadows(self) -> Pipeline:
+        """Returns a pipeline over the same workers that shares nothing else with this one."""
+        apart = replace(
+            self._config,
+            max_requests=2 * MAX_SHADOWS,
+            max_attempts=1,
+            wait_timeout_s=1.0,
+            timings=False,
+            keep_replays=False,
+        )
+        return Pipeline(self._fleet, apart, RouterMetrics(CollectorRegistry()), aliases=dict)
 
     @property
     def num_requests(self) -> int:
@@ -267,6 +354,21 @@ class Pipeline:
                 found[alias] = served[names[0]]
         return found
 
+    def described(self, name: str) -> ModelDescription | None:
+        """Returns the model of this name, or of the adapter of this name, if it can be requested
+        now."""
+        for model in self.models():
+            if model.name == name:
+                return model
+        found = (model for model, adapter in self.adapters() if adapter.name == name)
+        return next(found, None)
+
+    def gone_back(self) -> dict[tuple[str, ...], float]:
+        """Returns, by each name that stands for models, whether its former weights count here
+        because a model did badly."""
+        has_gone_back = self._preparation.step_back.has_gone_back
+        return {(name,): has_gone_back(name, alias) for name, alias in self.aliases().items()}
+
     def all_models(self) -> list[ModelDescription]:
         """All models that can be requested now, for whatever task."""
         return self.models() + self._preparation.encode_models()
@@ -308,9 +410,27 @@ class Pipeline:
         holding: the room of its bytes, which this request takes over; None: it is reserved here.
         The caller closes the stream, also when the client is gone.
         """
+        arrival = asyncio.get_running_loop().time()
+        name = request.model or next(iter(self._config.model), "")
+        alias = self.aliases().get(name)
+        if alias is not None and alias.cascade is not None:
+            return await self._cascades.open(name, alias, request, holding, arrival)
+        return await self.run_here(request, holding, arrival)
+
+    async def run_here(
+        self,
+        request: Request,
+        holding: Holding | None,
+        arrival: float,
+        *,
+        alias: str = "",
+        asked: Request | None = None,
+    ) -> FleetStream:
+        """Starts a request on this router's workers; see `open`. arrival: when it came, on the
+        running loop's clock. alias: the name whose second stage it is. asked: see FleetStream."""
         loop = asyncio.get_running_loop()
-        arrival = loop.time()
         context = self._begin(request, arrival, holding)
+        context.alias = alias
         stages = context.stages
         try:
             made = await self._in_time(context, self._preparation.prepare)
@@ -318,6 +438,7 @@ class Pipeline:
             self._end(context, failure)
             raise
         runner = made.runner
+        shadow: ShadowRun | None = None
 
         def observe_first_token() -> None:
             stages.first_text_ready()
@@ -327,14 +448,19 @@ class Pipeline:
             self._runners.discard(runner)
             self._metrics.request_s.observe(loop.time() - arrival)
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._end(context, error, runner)
+            if stages.record is not None:
+                stages.record.runs_on(runner.model)
+            self._end(context, error, runner.model.name, runner.state.logs, runner.cached_tokens)
+            if shadow is not None:
+                logs = runner.state.logs
+                shadow.ended(None if error else tuple(log.token_ids(0) for log in logs))
 
         task = self._keep(runner.run())
         self._runners.add(runner)
         task.add_done_callback(ended)
         if self._cut:
             runner.fail(left())
-        stream = EventStream(runner, task, made, observe_first_token)
+        stream = FleetStream(runner, task, made, observe_first_token, asked)
         try:
             await context.placed.wait()
             if not context.was_placed and task.cancelled():
@@ -346,6 +472,63 @@ class Pipeline:
                 self._metrics.refused(failure.limit, request.tenant)
             await stream.aclose()
             raise
+        named = self.aliases().get(context.alias) if not alias else None
+        if named is not None and named.shadow is not None and not (task.done() or self._leaving):
+            seed, busy = made.accepted.seed, len(self.gate.queue) > 0
+            shadow = self._shadows.begin(
+                context.alias, named.shadow, request, seed, runner.model, busy=busy
+            )
+        return stream
+
+    async def forward(
+        self,
+        cascade: Cascade,
+        request: Request,
+        holding: Holding | None,
+        arrival: float,
+        alias: str,
+    ) -> EventStream:
+        """Starts a request at a cascade's upstream; see `run_here`. It is admitted, charged and
+        counted as any other one."""
+        upstream, model, loop = cascade.upstream, cascade.model, asyncio.get_running_loop()
+        assert upstream is not None
+        context = self._begin(request, arrival, holding)
+        context.alias = alias
+        try:
+            accepted, stream = await self._in_time(
+                context, lambda it: self._upstreams.open(upstream, model, request, it.deadline)
+            )
+        except BaseException as failure:
+            self._end(context, failure)
+            raise
+        try:
+            context.charge.encoded(accepted.prompt_tokens)
+            stop = StopParams(max_tokens=request.max_tokens or 1)
+            context.controller.settle(context, accepted.prompt_tokens, stop, model)
+        except BaseException as failure:
+            self._end(context, failure)
+            await stream.aclose()
+            raise
+        stages = context.stages
+        stages.trace.accepted(accepted)
+        if stages.record is not None:
+            stages.record.accepted(model, accepted.prompt_tokens, stop)
+        self._metrics.accepted(request.tenant, model, accepted.prompt_tokens)
+        context.on_placed()
+
+        def observe_first_token() -> None:
+            stages.first_text_ready()
+            self._metrics.first_token(request.tenant, loop.time() - arrival)
+
+        def over(error: BaseException | None) -> None:
+            self._forwarded.discard(stream)
+            self._metrics.request_s.observe(loop.time() - arrival)
+            self._end(context, error, model, stream.logs, stream.cached_tokens)
+
+        stream.on_first_token, stream.on_over = observe_first_token, over
+        self._forwarded.add(stream)
+        if self._cut:
+            stream.fail(left())
         return stream
 
     async def _in_time(
@@ -431,23 +614,32 @@ class Pipeline:
         """Reports not ready from now on; requests are still accepted, because clients may not have
         noticed."""
         self._leaving = True
+        self._shadows.drop()
 
     async def drain(self) -> None:
         """Stops accepting requests; returns when the running ones have ended."""
-        self._leaving = self.draining = True
+        self.leave()
+        self.draining = True
         await self._idle.wait()
 
     def cut(self) -> None:
         """Ends all running requests with a retryable error."""
+        self._shadows.drop()
         self._leaving = self.draining = self._cut = True
         for preparing in self._preparing:
             preparing.reschedule(asyncio.get_running_loop().time())
         for runner in self._runners:
             runner.fail(left())
+        for stream in self._forwarded:
+            stream.fail(left())
 
     async def close(self) -> None:
         """Cancels all running requests."""
         self.cut()
+        await self._shadows.close()
+        for stream in [*self._forwarded]:
+            await stream.aclose()
+        await self._upstreams.close()
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -503,20 +695,18 @@ class Pipeline:
         self,
         context: RequestContext,
         error: BaseException | None,
-        runner: RequestRunner | None = None,
+        model: str = "",
+        logs: Sequence[TokenLog] = (),
+        cached_tokens: int = 0,
     ) -> None:
-        """Ends the request. runner: None when it was never ready to run."""
-        stages, tenant, model = context.stages, context.request.tenant, ""
-        logs = runner.state.logs if runner is not None else ()
+        """Ends the request. model: the name of the one that ran it; "" when it was never ready to
+        run. logs: of its choices."""
+        stages, tenant = context.stages, context.request.tenant
         num_tokens = sum(map(len, logs))
         context.release(num_tokens, error)
         if isinstance(error, BatonError):
             error.request_id = context.request_id
-        if runner is not None:
-            model = runner.model.name
-            if stages.record is not None:
-                stages.record.runs_on(runner.model)
-        stages.over(error, logs, runner.cached_tokens if runner is not None else 0)
+        stages.over(error, logs, cached_tokens)
         self.records.end(stages)
         self._release_one()
         times = stages.times()
@@ -535,6 +725,7 @@ class Pipeline:
         """Takes back a change of a name's weights where the request's model does badly."""
         why = self._preparation.step_back.ended(context.alias, model, outcome)
         if why:
+            self._metrics.steps_back.labels(context.alias, model).inc()
             about = named(context.request_id, context.stages.trace.context.trace_id)
             text = "%s goes back to its former weights on this router: %s"
             log.error(text, context.alias, why, extra=about)

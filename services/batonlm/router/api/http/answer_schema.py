@@ -39,6 +39,8 @@ class UsageAnswer(StrictStruct):
     total_tokens: int
     prompt_tokens_details: CachedTokens | msgspec.UnsetType = msgspec.UNSET
     completion_tokens_details: ReasoningTokens | msgspec.UnsetType = msgspec.UNSET
+    tried_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Of a model that was asked first and did not suffice."""
 
 
 class RankedLogprob(StrictStruct):

@@ -130,10 +130,12 @@ class AnswerWriter(ABC):
             sum(end.cached_tokens for end in ends),
             sum(end.reasoning_tokens for end in ends),
         )
-        return self._usage(sum(end.completion_tokens for end in ends)) | {
+        usage = self._usage(sum(end.completion_tokens for end in ends)) | {
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
+        tried = sum(end.tried_tokens for end in ends)
+        return usage | ({"tried_tokens": tried} if tried else {})
 
     def _timings(self) -> list[Json]:
         """Returns one entry per prompt, or none."""
