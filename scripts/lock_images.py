@@ -74,14 +74,14 @@ class Pin:
 
 
 IMAGES = {
-    "cpu": Image(extras=("otel", "vllm")),
-    "engine-cpu": Image(("engine", "otel"), "=={}+cpu", frozenset({"nixl-cu13"})),
+    "cpu": Image(extras=("otel", "s3", "vllm")),
+    "engine-cpu": Image(("engine", "otel", "s3"), "=={}+cpu", frozenset({"nixl-cu13"})),
     # Exactly this version and no local one: torch's own wheel for CUDA 13.
-    "engine-gpu": Image(("engine", "otel"), "==={}", frozenset({"nixl-cu12"})),
+    "engine-gpu": Image(("engine", "otel", "s3"), "==={}", frozenset({"nixl-cu12"})),
 }
 BY_REQUEST = {
     # For drivers older than CUDA 13's. torch has no such build on PyPI.
-    "engine-gpu-cu12": Image(("engine", "otel"), "=={}+cu126", frozenset({"nixl-cu13"})),
+    "engine-gpu-cu12": Image(("engine", "otel", "s3"), "=={}+cu126", frozenset({"nixl-cu13"})),
 }
 """Images that are built by a lock that is not kept here (docs/gpu.md). Each is asked for the same
 as the one whose name its own begins with."""

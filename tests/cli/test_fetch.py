@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from batonlm.cli.models import File, FolderSource, HubSource, fetched, source_of, whole
 from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
-from batonlm.engine.digest import MANIFEST, fetched_digest, model_digest
+from batonlm.registry.cache import fetched, whole
+from batonlm.registry.digest import MANIFEST, fetched_digest, model_digest
+from batonlm.registry.sources import File, FolderSource, HubSource, source_of
 from tests.cli.hub import MODEL, Hub
 
 FILES = {
@@ -315,7 +316,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 COPIES = """
 import sys
 from pathlib import Path
-from batonlm.cli.models import HubSource
+from batonlm.registry.sources import HubSource
 from batonlm.core.errors import BatonError
 source = HubSource(sys.argv[1], "")
 (file,) = (file for file in source.files(weights=True) if file.size > 1 << 20)
@@ -326,7 +327,7 @@ except BatonError as error:
 """
 FINDS = """
 import sys
-from batonlm.cli.models import hub_folder
+from batonlm.registry.sources import hub_folder
 print(hub_folder(sys.argv[1]))
 """
 

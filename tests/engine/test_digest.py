@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from batonlm.engine import digest
-from batonlm.engine.digest import model_digest
+from batonlm.registry import digest
+from batonlm.registry.digest import model_digest
 
 PIECE = 1000
 

@@ -16,8 +16,8 @@ import pytest
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig, configure_threads
-from batonlm.engine.digest import MANIFEST
 from batonlm.engine.runner import TorchRunner
+from batonlm.registry.digest import MANIFEST
 from tests.engine.tiny_models import VOCAB, save_tiny_model
 
 

@@ -14,7 +14,7 @@ from jsonschema import Draft7Validator
 
 import gen_values_schema as generator
 from baton_loadtest.autoscale.process import PlannerConfig
-from batonlm.cli.models import FolderSource, HubSource
+from batonlm.registry.sources import FolderSource, HubSource
 from batonlm.rpc import config as configuration
 from batonlm.rpc.address import AllowedHosts
 from batonlm.worker.machine import MachineConfig

@@ -44,6 +44,7 @@ OF_NO_REQUEST = {
     "router/observe/records.py": "the file of usage records",
     "router/workers/shared_stream.py": "a worker's whole session",
     "rpc/loop.py": "the process",
+    "rpc/options.py": "the model, while it is fetched",
     "rpc/lifecycle.py": "the process",
     "rpc/metrics.py": "the process",
     "rpc/server.py": "the process",

@@ -55,7 +55,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     from batonlm.engine import loader
     from batonlm.engine.config import EngineConfig
-    from batonlm.engine.digest import model_digest
+    from batonlm.registry.digest import model_digest
 
     torch.set_num_threads(job["threads"])
     folder = Path(job["model"])

@@ -13,13 +13,13 @@ from typing import Any
 from baton_loadtest.planner.command import GIB, add_fleet_parser
 from baton_loadtest.planner.split import add_split_parser
 from batonlm.cli.layout import resolve_model
-from batonlm.cli.models import hub_folder, may_be_hub_id
 from batonlm.cli.precision import INT8_PRODUCTS, cpu_flags
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.core.request.model import KV_DTYPES, KvLayout
 from batonlm.engine.config import CHOICES, EngineConfig, configure_threads
 from batonlm.engine.config_shape import shape_of
 from batonlm.engine.memory import MemoryPlan, host_free_bytes, plan_memory, size
+from batonlm.registry.sources import hub_folder, may_be_hub_id
 from batonlm.rpc.model_folder import read_json
 from batonlm.worker.hardware import sizes, usable_gpus
 

@@ -11,21 +11,27 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batonlm.cli.models import fetched, source_of
 from batonlm.core.errors import Unavailable
-
-WAIT_S = 3600.0
+from batonlm.registry.cache import WAIT_S, fetched
+from batonlm.registry.sources import source_of
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("fetch")
-    parser.add_argument("model", help="hub id (HF_TOKEN: for private ones) or folder")
+    parser.add_argument("model", help="hub id (HF_TOKEN: for private ones), folder or s3://…")
     parser.add_argument("--into", type=Path, required=True, metavar="DIR", help="the cache")
     parser.add_argument("--revision", default="", help="of the hub: branch, tag or commit")
     parser.add_argument(
         "--tokenizer-only",
         action="store_true",
         help="without weights: what router, tokenizer and detokenizer read",
+    )
+    parser.add_argument(
+        "--most-gib",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="most that the cache holds: models that nobody uses make room (default: no bound)",
     )
     parser.add_argument(
         "--wait-s",
@@ -48,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
             lambda text: print(f"{source.name}: {text}", file=sys.stderr, flush=True),
             weights=not args.tokenizer_only,
             wait_s=args.wait_s,
+            most_bytes=int(args.most_gib * (1 << 30)),
         )
     except OSError as error:
         raise Unavailable(f"{args.into} cannot be used: {error.strerror}") from error

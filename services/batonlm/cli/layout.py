@@ -7,18 +7,19 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from batonlm.cli.forks import AVAILABLE
-from batonlm.cli.models import WEIGHTS, hub_folder, may_be_hub_id
 from batonlm.cli.ports import HOST, free_ports, free_row
 from batonlm.cli.precision import ModelShare, Precision, choose_here, read_weights
 from batonlm.cli.throwaway_ca import ThrowawayCa
 from batonlm.core.errors import InvalidArgument, install
 from batonlm.engine.config import CHOICES, MIB
+from batonlm.registry.sources import WEIGHTS, hub_folder, in_object_store, may_be_hub_id
 from batonlm.rpc.address import check_listen, is_loopback, join
 from batonlm.rpc.config import flag, suggest
 from batonlm.rpc.model_folder import tokenizer_digest
@@ -158,18 +159,43 @@ class Layout:
 
 
 def resolve_model(model: str) -> tuple[Path, str]:
-    """Returns the folder of a model and the name that clients use for it. Downloads a hub id.
+    """Returns the folder of a model and the name that clients use for it. Downloads a hub id, and
+    what is in an object store.
 
     Raises InvalidArgument if there is no such model.
     """
     if not model:
         return Path(str(files("batonlm"))) / "models" / BUNDLED, BUNDLED
+    if in_object_store(model):
+        return _from_object_store(model)
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve(), path.resolve().name
     if not may_be_hub_id(model):
         raise InvalidArgument(f"there is no model folder {model!r}", field="model")
     return hub_folder(model), model
+
+
+@cache
+def _from_object_store(url: str) -> tuple[Path, str]:
+    """The same, once for each command. Workers find the folder in use from then on."""
+    from batonlm.registry.cache import default_cache, fetched
+    from batonlm.registry.object_store import object_source
+
+    source = object_source(url)
+    into = Path(os.environ.get("BATON_MODEL_CACHE", "") or default_cache()).expanduser()
+    try:
+        folder = fetched(
+            source,
+            into,
+            lambda text: print(f"{source.name}: {text}", file=sys.stderr, flush=True),
+            most_bytes=int(os.environ.get("BATON_MODEL_CACHE_GIB", "") or 0) << 30,
+        )
+    except OSError as error:
+        raise InvalidArgument(f"{into} cannot be used: {error.strerror}", field="model") from None
+    except ValueError:
+        raise InvalidArgument("BATON_MODEL_CACHE_GIB is no number", field="model") from None
+    return folder, source.served_name
 
 
 _OWN = {

@@ -38,6 +38,7 @@ COMMANDS = {
         "make a request's tokens again, here or elsewhere",
     ),
     "fetch": ("batonlm.cli.fetch", "put a model into a cache folder, once a node"),
+    "push": ("batonlm.cli.push", "put a model or an adapter into an object store"),
     "batch": ("batonlm.cli.batch", "answer a file of requests while there is idle capacity"),
 }
 """Each command with its module and its help text."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
@@ -33,6 +33,11 @@ log = logging.getLogger(__name__)
 
 async def serve(options: DetokenizerConfig) -> int:
     """Runs the process and returns its exit code."""
+    with ExitStack() as ends:
+        return await _serve(options, ends)
+
+
+async def _serve(options: DetokenizerConfig, ends: ExitStack) -> int:
     instance_id = lifecycle.new_instance_id()
     logs.setup(ROLE, options.log_level, options.log_json, instance_id=instance_id)
     log.info("%s", config.describe(options))
@@ -40,6 +45,7 @@ async def serve(options: DetokenizerConfig) -> int:
     probes = options.probes()
     await probes.open()
     probes.startup.enter("tokenizer")
+    options = await asyncio.to_thread(options.with_model, ends, weights=False)
     folder = Path(options.model)
     tracer = options.tracer(ROLE, instance_id)
     servicer = DetokenizerServicer(
@@ -77,10 +83,10 @@ async def serve(options: DetokenizerConfig) -> int:
     address = await server.start()
     server.set_serving(True)
     print(json.dumps({"role": ROLE, "listen": address}), flush=True)
-    with closing(tracer):
-        return await lifecycle.run_until_stopped(
-            server, servicer.drain, drain_timeout_s=options.drain_timeout_s
-        )
+    ends.callback(tracer.close)
+    return await lifecycle.run_until_stopped(
+        server, servicer.drain, drain_timeout_s=options.drain_timeout_s
+    )
 
 
 def _model(options: DetokenizerConfig, folder: Path) -> ModelDescription:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,10 +73,12 @@ async def _serve(options: EncodeConfig, probes: Probes, instance_id: str, device
     configure_threads(options.threads)
     tracer = options.tracer(ROLE, instance_id)
     with (
+        ExitStack() as ends,
         closing(tracer),
         ThreadPoolExecutor(1, "model", _give_way) as model_thread,
         ThreadPoolExecutor(1, "tokenize") as tokenizing,
     ):
+        options = await asyncio.to_thread(options.with_model, ends)
         # torch is imported on the thread that computes, whose threads have its priority.
         opened = asyncio.get_running_loop().run_in_executor(
             model_thread, partial(_open, options, device, probes)

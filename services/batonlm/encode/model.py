@@ -27,10 +27,10 @@ from batonlm.core.request.request import TextPair, VectorInput
 from batonlm.core.request.validation import wrong
 from batonlm.engine.checkpoint import UnsupportedModel, check_files
 from batonlm.engine.device import choose_device, upload
-from batonlm.engine.digest import model_digest
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.lean import transformers, without_compiler
 from batonlm.engine.loader import Bar, Progress, quiet
+from batonlm.registry.digest import model_digest
 from batonlm.rpc.model_folder import read_json, tokenizer_digest
 
 log = logging.getLogger(__name__)

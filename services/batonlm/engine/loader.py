@@ -35,7 +35,6 @@ from batonlm.engine.checkpoint import (
 )
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
-from batonlm.engine.digest import fetched_digest, model_digest
 from batonlm.engine.fused.decoder import Decoder
 from batonlm.engine.kept import KeptLinear, KeptWeight, NotKept
 from batonlm.engine.kv.cache import DTYPES
@@ -43,6 +42,8 @@ from batonlm.engine.latent import keep_latents, keeps_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
 from batonlm.engine.memory import size
 from batonlm.engine.quantized import settle
+from batonlm.registry.cache import differing
+from batonlm.registry.digest import fetched_digest, model_digest
 
 log = logging.getLogger(__name__)
 
@@ -205,8 +206,8 @@ def load(
     fetched = fetched_digest(folder)
     if fetched and fetched != digest.partition("-")[0]:
         raise UnsupportedModel(
-            f"the weights in {folder.name} are not those that 'baton fetch' put there: delete the "
-            "folder and fetch the model again"
+            f"the weights in {folder.name} are not those that 'baton fetch' put there "
+            f"({differing(folder)}): delete the folder and fetch the model again"
         )
     network = None
     keep = not because and _keeps(scheme, device, quantize)

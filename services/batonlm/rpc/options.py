@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
@@ -11,9 +14,13 @@ from batonlm.rpc.address import is_loopback, split
 from batonlm.rpc.config import option
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from batonlm.rpc.server import Probes
     from batonlm.rpc.tls import Certificates
     from batonlm.rpc.tracing import Tracer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +134,20 @@ class ServingOptions(ProcessOptions):
     health_listen: str = option(
         "", "where health alone answers, in plain text; empty: nowhere", unit="host:port"
     )
-    model: str = option("", "folder of the model", required=True)
+    model: str = option(
+        "", "folder of the model, or s3://bucket/name@version in an object store", required=True
+    )
     model_name: str = option("", "name clients use; empty: the folder's name")
+    model_cache: str = option(
+        "", "folder in which models of object stores are kept, shared by all processes of a node; "
+        "empty: the user's cache folder", unit="folder",
+    )  # fmt: skip
+    model_cache_gib: int = option(
+        0,
+        "most that this folder holds: the least recently used models make room; 0: no bound",
+        unit="GiB",
+        minimum=0,
+    )
     drain_timeout_s: float = option(20.0, "longest time to end on SIGTERM", unit="s", minimum=0.0)
     log_level: str = option("info", "what is logged", choices=("debug", "info", "warning", "error"))
     log_json: bool = option(False, "log JSON lines")
@@ -144,6 +163,29 @@ class ServingOptions(ProcessOptions):
                 "if only Baton's own processes reach it",
                 field="listen",
             )
+
+    def with_model(self, ends: ExitStack, *, weights: bool = True) -> Self:
+        """Returns these options with a model that is in a folder here, fetched if necessary; nobody
+        removes it until `ends`. Blocks. Raises BatonError, also for a model that is not as it was
+        fetched."""
+        from batonlm.registry import cache
+        from batonlm.registry.sources import in_object_store
+
+        if not in_object_store(self.model):
+            ends.enter_context(cache.in_use(Path(self.model)))
+            return self
+        from batonlm.registry.object_store import object_source
+
+        source = object_source(self.model)
+        folder = cache.opened(
+            source,
+            Path(self.model_cache).expanduser() if self.model_cache else cache.default_cache(),
+            lambda text: log.info("%s: %s", source.name, text),
+            ends,
+            weights=weights,
+            most_bytes=self.model_cache_gib << 30,
+        )
+        return replace(self, model=str(folder), model_name=self.model_name or source.served_name)
 
     def probes(self) -> Probes:
         """The process's Probes, not opened yet."""

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
@@ -44,13 +44,17 @@ async def serve(options: TokenizerConfig) -> int:
     probes = options.probes()
     await probes.open()
     probes.startup.enter("tokenizer")
-    folder = Path(options.model)
-    loaded = await asyncio.to_thread(load_tokenizer, folder)
-    digest = tokenizer_digest(folder)
-    renderers, client_renderers = (
-        Renderers(cpu_s=RENDER_CPU_S, max_characters=options.max_input_bytes) for _ in range(2)
-    )
-    with closing(renderers), closing(client_renderers):
+    with ExitStack() as ends:
+        options = await asyncio.to_thread(options.with_model, ends, weights=False)
+        folder = Path(options.model)
+        loaded = await asyncio.to_thread(load_tokenizer, folder)
+        digest = tokenizer_digest(folder)
+        renderers, client_renderers = (
+            ends.enter_context(
+                closing(Renderers(cpu_s=RENDER_CPU_S, max_characters=options.max_input_bytes))
+            )
+            for _ in range(2)
+        )
         encoder = await asyncio.to_thread(
             Encoder,
             loaded,

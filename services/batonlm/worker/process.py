@@ -18,7 +18,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,7 +133,9 @@ async def run_worker(
     make_policy: the scheduler's, of options without open choices. open_runner, faults: replaced by
     tests and experiments, see `batonlm.testing.worker`.
     """
-    with settled(role, options) as chosen:
+    with ExitStack() as ends:
+        options = await asyncio.to_thread(options.with_model, ends)
+        chosen = ends.enter_context(settled(role, options))
         policy = make_policy(chosen.options)
         return await _run_settled(role, chosen, policy, make_service, open_runner, faults)
 

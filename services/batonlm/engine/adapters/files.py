@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.engine.digest import adapter_digest
+from batonlm.registry.digest import adapter_digest
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -1,27 +1,17 @@
-"""Copies a model's files from a folder or the hub into a folder that the pods of a node share.
-
-A model appears in the shared folder complete or not at all. Interrupted copies are resumed.
-"""
+"""Where models come from: a folder, the hub, or an object store. What is copied is verified."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
-import json
 import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
-from batonlm.engine.digest import MANIFEST, model_digest
+from batonlm.core.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -67,6 +57,10 @@ class ModelSource(Protocol):
         this machine can tell."""
 
 
+def in_object_store(model: str) -> bool:
+    return model.startswith("s3://")
+
+
 def may_be_hub_id(model: str) -> bool:
     """Returns whether a model that is no folder may be a hub id."""
     is_path = Path(model).expanduser().exists() or model.startswith((".", "/", "~"))
@@ -74,7 +68,12 @@ def may_be_hub_id(model: str) -> bool:
 
 
 def source_of(model: str, revision: str = "") -> ModelSource:
-    """Returns the source: an existing folder, else a possible hub id. Raises InvalidArgument."""
+    """Returns the source: an object store's prefix, an existing folder, or a possible hub id.
+    Raises InvalidArgument."""
+    if in_object_store(model):
+        from batonlm.registry.object_store import object_source
+
+        return object_source(f"{model.rstrip('/')}@{revision}" if revision else model)
     path = Path(model).expanduser()
     if path.is_dir():
         if revision:
@@ -102,7 +101,7 @@ class FolderSource:
         found = []
         for path in sorted((*self._folder.glob("*"), *self._folder.glob(f"{MODULES}/*"))):
             name = path.relative_to(self._folder).as_posix()
-            if path.is_file() and _wanted(name, weights):
+            if path.is_file() and is_wanted(name, weights):
                 status = path.stat()
                 found.append(File(name, status.st_size, mtime_ns=status.st_mtime_ns))
         return found
@@ -166,7 +165,7 @@ class HubSource:
         self._commit = info.sha or ""
         found = []
         for entry in info.siblings or ():
-            if _wanted(entry.rfilename, weights):
+            if is_wanted(entry.rfilename, weights):
                 file = File(entry.rfilename, entry.size or 0)
                 if entry.lfs:
                     file = replace(file, sha256=str(entry.lfs.sha256))
@@ -213,7 +212,8 @@ def _git_id(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
-def _wanted(name: str, weights: bool) -> bool:
+def is_wanted(name: str, weights: bool) -> bool:
+    """Whether a server of a model reads a file of this name."""
     patterns = (*OTHERS, WEIGHTS) if weights else OTHERS
     *folders, base = name.split("/")
     if folders and not (len(folders) == 1 and fnmatch(folders[0], MODULES)):
@@ -277,176 +277,3 @@ def _refused(model: str, error: HfHubHTTPError) -> InvalidArgument | Unavailable
     else:
         return Unavailable(f"the hub answered {status}; try again")
     return InvalidArgument(text, field="model")
-
-
-COPIES = 4
-SAY_EVERY_S = 5.0
-LOOK_EVERY_S = 0.5
-SPARE_BYTES = 64 << 20
-
-Say = Callable[[str], None]
-
-
-def fetched(source: ModelSource, into: Path, say: Say, *, weights: bool, wait_s: float) -> Path:
-    """Returns the folder with all of a source's files, and copies them if necessary. Raises
-    BatonError, and OSError for `into`.
-
-    A complete folder is used without asking the hub. wait_s: how long to wait for another process
-    that fetches the model.
-
-    Files are copied into a folder whose name begins with a dot, which is renamed when every file
-    was verified. The manifest is written last; it describes each file and is compared with the
-    files at each use. The fetching process holds a lock that the kernel releases at its end, so
-    that others wait and, if it dies, resume.
-    """
-    into.mkdir(parents=True, exist_ok=True)
-    name = source.name if weights else f"{source.name}.tokenizer"
-    target = into / name
-    if _usable(target, source, weights):
-        return target
-    with _locked(into / f".{name}.lock", say, wait_s):
-        if _usable(target, source, weights):
-            return target
-        partial = into / f".{name}.partial"
-        partial.mkdir(exist_ok=True)
-        files = source.files(weights=weights)
-        if not files:
-            raise Unavailable("there is nothing that could be fetched")
-        for stray in {path.name for path in partial.glob("*.*")} - {file.name for file in files}:
-            if (partial / stray).is_file():
-                (partial / stray).unlink()
-        _check_room(partial, files)
-        copied = _copy(source, files, partial, say)
-        shutil.rmtree(partial / ".cache", ignore_errors=True)
-        _write_manifest(partial, copied)
-        if target.exists():
-            say(f"{name} was not whole, or is another model now: it is made again")
-            shutil.rmtree(target)
-        os.replace(partial, target)
-        return target
-
-
-def whole(folder: Path) -> bool:
-    """Returns whether all files are as verified. Only files modified since then are read."""
-    known = _known(folder)
-    try:
-        return bool(known) and all(
-            _is(folder / file.name, file, checked_ns) for file, checked_ns in known.values()
-        )
-    except OSError:
-        return False
-
-
-def _usable(folder: Path, source: ModelSource, weights: bool) -> bool:
-    if not whole(folder):
-        return False
-    known = {name: file for name, (file, _) in _known(folder).items()}
-    return not source.differs(known, weights=weights)
-
-
-def _is(path: Path, file: File, checked_ns: int) -> bool:
-    """Raises OSError."""
-    status = path.stat()
-    if status.st_size != file.size:
-        return False
-    return status.st_mtime_ns == checked_ns or sha256_of(path) == file.sha256
-
-
-def _known(folder: Path) -> dict[str, tuple[File, int]]:
-    """Returns each file and its modification time here, by name; {} without a valid manifest."""
-    try:
-        entries = json.loads((folder / MANIFEST).read_text())["files"]
-        return {
-            entry["file"]["name"]: (File(**entry["file"]), int(entry["checked_ns"]))
-            for entry in entries
-        }
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def _write_manifest(folder: Path, files: list[File]) -> None:
-    """Writes which files are in the folder, and the model's digest, with which workers compare the
-    weights that they load."""
-    entries = [
-        {"file": asdict(file), "checked_ns": (folder / file.name).stat().st_mtime_ns}
-        for file in files
-    ]
-    config, weights = folder / "config.json", sorted(folder.glob(WEIGHTS))
-    digest = model_digest(config, weights) if weights and config.is_file() else ""
-    text = json.dumps({"files": entries, "digest": digest}, indent=2) + "\n"
-    with (folder / MANIFEST).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _check_room(partial: Path, files: list[File]) -> None:
-    """Raises Overloaded if the files do not fit on the disk."""
-    missing = sum(file.size for file in files) - _size(partial)
-    free = shutil.disk_usage(partial).free
-    if missing + SPARE_BYTES > free:
-        raise Overloaded(
-            f"{missing / 1e9:.1f} GB are to be fetched, and {free / 1e9:.1f} GB are free there"
-        )
-
-
-def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
-    """Copies the files. Returns them with their digests."""
-    total = sum(file.size for file in files)
-    began, at_first, logged_at = time.monotonic(), _size(partial), time.monotonic()
-    pool = ThreadPoolExecutor(COPIES, "fetch")
-    # Largest first, so that no large file remains alone at the end.
-    ordered = sorted(files, key=lambda file: -file.size)
-    running = [pool.submit(_one, source, file, partial) for file in ordered]
-    copied = []
-    try:
-        for future in running:
-            while True:
-                try:
-                    copied.append(future.result(LOOK_EVERY_S))
-                    break
-                except TimeoutError:
-                    if future.done():
-                        raise
-                if time.monotonic() - logged_at >= SAY_EVERY_S:
-                    logged_at, done = time.monotonic(), _size(partial)
-                    speed = (done - at_first) / (logged_at - began) / 1e6
-                    percent = min(100.0, 100 * done / max(1, total))
-                    say(f"{percent:.0f} % of {total / 1e9:.1f} GB, {speed:.0f} MB/s")
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return copied
-
-
-def _one(source: ModelSource, file: File, partial: Path) -> File:
-    return replace(file, sha256=source.copy(file, partial))
-
-
-@contextmanager
-def _locked(path: Path, say: Say, wait_s: float) -> Iterator[None]:
-    """Holds a lock. Raises Unavailable if another process holds it for longer than wait_s."""
-    give_up, logged = time.monotonic() + wait_s, False
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    raise Unavailable(f"another process fetched it for {wait_s:g} s") from None
-            if not logged:
-                say("another process on this node fetches it; waiting")
-                logged = True
-            time.sleep(LOOK_EVERY_S)
-        yield
-
-
-def _size(folder: Path) -> int:
-    """Returns the size of all that was copied, including the hub library's partial files."""
-    total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total

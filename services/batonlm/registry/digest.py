@@ -18,6 +18,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from xxhash import xxh3_128
 
@@ -29,6 +30,7 @@ MANIFEST = ".baton.json"
 
 READERS = 8
 _READ_BYTES = 4 << 20
+T = TypeVar("T")
 _FORM = b"baton weights, xxh3-128 of pieces of 32 MiB\n"
 
 
@@ -59,7 +61,7 @@ def model_digest(
                 partial(_piece, file.fileno(), start, min(PIECE_BYTES, size - start))
                 for start in range(0, size, PIECE_BYTES)
             ]
-        for found, count in _in_order(pool, pieces, 2 * readers):
+        for found, count in in_order(pool, pieces, 2 * readers):
             digest.update(found)
             read(count)
     return digest.hexdigest() + ("" if quantize == "none" else f"-{quantize}")
@@ -84,10 +86,11 @@ def fetched_digest(folder: Path) -> str:
         return ""
 
 
-def _in_order(
-    pool: ThreadPoolExecutor, pieces: Sequence[Callable[[], tuple[bytes, int]]], ahead: int
-) -> Iterator[tuple[bytes, int]]:
-    """No more than `ahead` are begun and not taken: a failure is raised before all else is read."""
+def in_order(
+    pool: ThreadPoolExecutor, pieces: Sequence[Callable[[], T]], ahead: int
+) -> Iterator[T]:
+    """What calls return, in their order. No more than `ahead` are begun and not taken: a failure is
+    raised before all else is read."""
     waiting = iter(pieces)
     running = [pool.submit(piece) for piece in islice(waiting, ahead)]
     try:

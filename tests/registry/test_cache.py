@@ -1,0 +1,136 @@
+"""A node's cache keeps its bound, never removes what is in use, and is shared by processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from batonlm.core.errors import InvalidArgument, Overloaded
+from batonlm.registry.cache import KEPT_S, fetched, in_use, whole
+from batonlm.registry.sources import FolderSource
+
+SIZE = 10_000
+
+
+def model(folder: Path) -> FolderSource:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(b"{}")
+    (folder / "model.safetensors").write_bytes(bytes(SIZE))
+    return FolderSource(folder)
+
+
+def fetch(source: FolderSource, into: Path, most: float, kept_s: float = 0.0) -> Path:
+    """most: how many models the cache may have."""
+    return fetched(
+        source, into, lambda _: None, wait_s=60, most_bytes=int(most * 1.2 * SIZE), kept_s=kept_s
+    )
+
+
+def age(folder: Path, seconds: float) -> None:
+    """Nobody has used it for so long."""
+    then = time.time() - seconds
+    os.utime(folder.parent / f".{folder.name}.used", (then, then))
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    sources = [model(tmp_path / name) for name in "abcd"]
+    cache = tmp_path / "cache"
+    a, b = fetch(sources[0], cache, 2), fetch(sources[1], cache, 2)
+    age(a, 20)
+    age(b, 10)
+    c = fetch(sources[2], cache, 2)
+    assert not a.exists() and whole(b) and whole(c)
+    age(c, 20)
+    assert fetch(sources[1], cache, 2) == b, "asking for it is using it"
+    fetch(sources[3], cache, 2)
+    assert whole(b) and not c.exists()
+    fetch(sources[0], cache, 0)
+    assert len([each for each in cache.iterdir() if each.is_dir()]) == 3, "0 is no bound"
+
+
+def test_what_is_in_use_stays(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    a = fetch(model(tmp_path / "a"), cache, 1)
+    other = model(tmp_path / "b")
+    with in_use(a), pytest.raises(Overloaded, match="are in use"):
+        fetch(other, cache, 1)
+    assert whole(a)
+    age(a, KEPT_S / 2)
+    with pytest.raises(Overloaded):
+        fetch(other, cache, 1, KEPT_S)
+    age(a, KEPT_S * 2)
+    assert whole(fetch(other, cache, 1, KEPT_S)) and not a.exists()
+    with pytest.raises(Overloaded):
+        fetch(model(tmp_path / "c"), cache, 0.5)
+
+
+USES = """
+import sys
+from pathlib import Path
+from batonlm.registry.cache import in_use
+with in_use(Path(sys.argv[1])):
+    print("uses", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.deep
+def test_another_process_keeps_it_until_it_ends(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    a, other = fetch(model(tmp_path / "a"), cache, 1), model(tmp_path / "b")
+    user = subprocess.Popen(
+        [sys.executable, "-c", USES, str(a)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert user.stdout is not None and user.stdout.readline() == "uses\n"
+        with pytest.raises(Overloaded):
+            fetch(other, cache, 1)
+    finally:
+        user.kill()
+        user.communicate()
+    assert whole(fetch(other, cache, 1)) and not a.exists()
+
+
+def test_a_fetch_that_was_cut_short_makes_room_too(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    a = model(tmp_path / "a")
+    partial = cache / f".{a.name}.partial"
+    partial.mkdir(parents=True)
+    (partial / ".baton.size").write_text(str(SIZE))
+    assert whole(fetch(model(tmp_path / "b"), cache, 1))
+    assert not partial.exists()
+
+
+CHANGES: dict[str, tuple[str, bytes | None, str]] = {
+    "weights": ("more.safetensors", b"x", "more.safetensors was not fetched"),
+    "template": ("chat.jinja", b"x", "chat.jinja was not fetched"),
+    "changed": ("config.json", b"[]", "config.json is not the file"),
+    "gone": ("model.safetensors", None, "model.safetensors is not there"),
+    "torn": ("model.safetensors", b"x", "model.safetensors is not the file"),
+    "manifest": (".baton.json", b"{", "of another version, or torn"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_not_as_it_was_fetched_is_refused_by_name(tmp_path: Path, change: str) -> None:
+    source = model(tmp_path / "a")
+    found = fetch(source, tmp_path / "cache", 0)
+    with in_use(found):
+        pass
+    name, data, said = CHANGES[change]
+    (found / name).unlink(missing_ok=True)
+    if data is not None:
+        (found / name).write_bytes(data)
+    with pytest.raises(InvalidArgument, match=said), in_use(found):
+        pass
+    with ExitStack() as ends:
+        ends.enter_context(in_use(fetch(source, tmp_path / "cache", 0)))
