@@ -299,6 +299,23 @@ STATES: dict[str, Callable[[], Any]] = {
         topk_group=1,
         time_step_min=1e-6,
     ),
+    "minimax": lambda: _config(
+        "MiniMaxConfig",
+        **_FOUR,
+        head_dim=16,
+        block_size=16,
+        num_local_experts=4,
+        layer_types=_HALF,
+    ),
+    "rwkv": lambda: _config(
+        "RwkvConfig",
+        vocab_size=VOCAB,
+        context_length=512,
+        hidden_size=64,
+        num_hidden_layers=4,
+        eos_token_id=2,
+        bos_token_id=1,
+    ),
     "olmo_hybrid": lambda: _config(
         "OlmoHybridConfig",
         **_without("num_hidden_layers", "num_key_value_heads"),

@@ -44,6 +44,7 @@ from transformers.cache_utils import (
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.model import KvLayout
 from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.attention.caches import CacheOfItsOwn, Held, StateKey, cache_of_its_own
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.kv.cache import KvCache
 from batonlm.engine.kv.extents import spans
@@ -86,16 +87,6 @@ class Part(NamedTuple):
         return self.start + self.heads * self.size
 
 
-class StateKey(NamedTuple):
-    """Names one tensor of one layer's state."""
-
-    layer: int
-    which: str
-    """"conv" or "recurrent"."""
-    number: int
-    """Among the layer's states of its kind."""
-
-
 class StatePart(NamedTuple):
     """Where among the bytes of a sequence's state one tensor lies."""
 
@@ -134,6 +125,8 @@ class OwnAttention:
     states: dict[StateKey, StatePart]
     dtype: torch.dtype
     """Of KV."""
+    cache: CacheOfItsOwn | None = None
+    """How a model is given its states that has a cache of its own."""
     stepwise: bool = False
     """Whether layers take up a state only where a single position is computed: transformers' code
     of some models begins anew at every longer chunk."""
@@ -168,6 +161,9 @@ class OwnAttention:
         named = (getattr(text, name, None) for name in ("chunk_size", "mamba_chunk_size"))
         piece = next((int(size) for size in named if size), _SCANNED)
         numbers = [shape[1] * piece if len(shape) > 3 else shape.numel() for shape in shapes]
+        if self.cache is not None:
+            # Some are of all layers.
+            numbers = [shape[1] * (piece if len(shape) > 3 else 1) for shape in shapes]
         return _SCAN_COPIES * 4 * max(numbers, default=0)
 
 
@@ -188,9 +184,6 @@ FAULTS = (
 
 Exchange = Callable[[int, str, torch.Tensor], torch.Tensor]
 """(layer, which part, [heads, T, size] of the new positions) -> [heads, all positions, size]."""
-
-Held = Mapping[StateKey, torch.Tensor]
-"""A sequence's state. Layers change it in place."""
 
 
 class _PagedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -259,6 +252,19 @@ def _cache(
     return Cache(layers=layers)
 
 
+def _kept(
+    special: CacheOfItsOwn | None,
+    kinds: Sequence[LayerKind],
+    past: int,
+    exchange: Exchange,
+    held: Held | None,
+) -> dict[str, Any]:
+    """What a model is given that keeps what it has computed, by its parameters' names."""
+    if special is None or held is None:
+        return {"cache": _cache(kinds, past, exchange, held)}
+    return special.given(_cache(kinds, past, exchange).layers, past, held)
+
+
 def _made(cache: Cache) -> dict[StateKey, torch.Tensor]:
     """The states that a cache's layers have made."""
     found: dict[StateKey, torch.Tensor] = {}
@@ -281,21 +287,21 @@ def run_own(
     token_ids: torch.Tensor,
     past: int,
     wanted: torch.Tensor,
-    cache: Cache | None,
+    kept: Mapping[str, Any] | None,
 ) -> torch.Tensor:
     """One sequence's logits [wanted, vocab] by the model's own attention.
 
-    token_ids: int64 [1, T], which follow `past` positions that the cache has. wanted: int64, rows
-    of the T. cache: None where all positions are given.
+    token_ids: int64 [1, T], which follow `past` positions that are kept. wanted: int64, rows of the
+    T. kept: what the model is given that keeps them, by its parameters' names; None where all
+    positions are given.
     """
     count = token_ids.shape[1]
     device = token_ids.device
-    given: dict[str, Any] = {"input_ids": token_ids, "use_cache": cache is not None}
+    given: dict[str, Any] = {"input_ids": token_ids, "use_cache": kept is not None}
     accepted = _accepted(type(network).forward)
     if "position_ids" in accepted:
         given["position_ids"] = torch.arange(past, past + count, device=device)[None]
-    if cache is not None:
-        given["cache"] = cache
+    given |= kept or {}
     if "logits_to_keep" in accepted:
         logits: torch.Tensor = network(**given, logits_to_keep=wanted).logits[0]
         return logits
@@ -322,10 +328,13 @@ def probe_own(network: nn.Module) -> OwnAttention:
     blocks cannot hold, and where the model keeps nothing in a cache."""
     config: Any = network.config
     name = config.model_type
-    if "cache" not in _accepted(type(network).forward):
+    special = cache_of_its_own(network)
+    if special is None and "cache" not in _accepted(type(network).forward):
         raise UnsupportedModel(f"{name}: it keeps no keys and values in a cache")
     kinds = []
-    for layer in cache_layers(config):
+    if special is not None:
+        kinds = [LayerKind(paged=True, sliding=False)] * int(config.num_hidden_layers)
+    for layer in cache_layers(config) if special is None else ():
         if type(layer) not in _KNOWN:
             raise UnsupportedModel(f"{name}: its layers keep a {type(layer).__name__}")
         paged = isinstance(layer, CacheLayerMixin)
@@ -355,14 +364,19 @@ def probe_own(network: nn.Module) -> OwnAttention:
         return torch.cat((kept[layer, which], new), 1)
 
     def run(count: int, held: Held) -> torch.Tensor:
-        cache = _cache(kinds, _PROBED, extend, {key: held[key].clone() for key in held})
+        copies = {key: held[key].clone() for key in held}
+        given = _kept(special, kinds, _PROBED, extend, copies)
         wanted = torch.arange(count, device=device)
-        return run_own(network, tokens[:, :count], _PROBED, wanted, cache)
+        return run_own(network, tokens[:, :count], _PROBED, wanted, given)
 
-    first = _cache(kinds, 0, keep)
+    states = None if special is None else special.empty()
+    first = _kept(special, kinds, 0, keep, states)
     try:
         run_own(network, tokens, 0, tokens[0, :1], first)
-        states = _made(first)
+        if special is None or states is None:
+            states = _made(first["cache"])
+        else:
+            special.take(first, states)
         run(2, states)
     except FAULTS as error:
         raise UnsupportedModel(f"{name}: it does not run over a cache of ours") from error
@@ -375,6 +389,7 @@ def probe_own(network: nn.Module) -> OwnAttention:
         parts,
         _laid_out(states),
         network.dtype,  # type: ignore[arg-type]
+        special,
         device.type != "meta" and _is_stepwise(run, states),
     )
 
@@ -448,9 +463,11 @@ class OwnBackend:
                     wanted = torch.tensor(rows, dtype=torch.int64, device=device)
                     first = chunk.first_position + start
                     exchange = self._exchange(chunk.extents, first, count)
-                    cache = _cache(self._own.kinds, first, exchange, held)
+                    kept = _kept(self._own.cache, self._own.kinds, first, exchange, held)
                     piece = given[None, start : start + count]
-                    found.append(run_own(network, piece, first, wanted, cache))
+                    found.append(run_own(network, piece, first, wanted, kept))
+                    if self._own.cache is not None:
+                        self._own.cache.take(kept, held)
                     if (extents := copied.get(first + count)) is not None:
                         self._put(rows_of_state, extents)
         return torch.cat(found)
@@ -483,10 +500,14 @@ class OwnBackend:
         runs = self._runs(chunk.extents)
         lying = [memory.narrow(0, *run) for run in runs]
         rows = lying[0] if len(runs) == 1 else torch.cat(lying)
+        numbers = rows.view(-1).view(torch.uint8)
+        held = {key: part.of(numbers) for key, part in self._own.states.items()}
         if not chunk.first_position:
             rows.zero_()
-        numbers = rows.view(-1).view(torch.uint8)
-        yield {key: part.of(numbers) for key, part in self._own.states.items()}, rows
+            if self._own.cache is not None:
+                for key, tensor in self._own.cache.empty().items():
+                    held[key].copy_(tensor)
+        yield held, rows
         if len(runs) > 1:
             self._put(rows, chunk.extents)
 
