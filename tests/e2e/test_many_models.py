@@ -162,3 +162,60 @@ def test_a_name_goes_to_another_model_and_back_while_all_runs(relay: Relay) -> N
     eventually(lambda: "the former aliases stay" in relay.logs(), PATIENCE_S, "it is said")
     assert served() == "one"
     assert pids == [process["pid"] for process in relay.processes()]
+
+
+def completed(relay: Relay, model: str, text: str) -> dict[str, Any]:
+    body = {"model": model, "prompt": text, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{relay.http}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_small_model_asks_a_large_one_here_or_elsewhere_or_answers_alone(
+    relay: Relay, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """`relay` is the cluster; the laptop is a Baton of its own, with one model."""
+    file, policy = tmp_path / "aliases.json", tmp_path / "policy.json"
+    policy.write_text('{"kind": "logprob", "threshold": 2, "tokens": 4}')
+    route = ("route", str(file), "auto", "one", "--then", "second", "--policy", str(policy))
+    upstream = ("--upstream", str(relay.description["grpc"]))
+    assert relay.baton(*route, *upstream).returncode == 0
+    text = "the quick brown fox"
+    right = {name: completed(relay, name, text)["choices"] for name in ("one", "second")}
+    assert right["one"][0]["text"] != right["second"][0]["text"]
+    laptop = Relay(
+        tmp_path,
+        *("--aliases", str(file), "--model", f"one={folders['one']}", "--prefill", "0"),
+        *("--kv-memory-mib", "64"),
+    )
+    try:
+
+        def answers(asked: Relay, model: str) -> None:
+            def comes() -> bool:
+                answer = completed(asked, "auto", text)
+                assert answer["choices"] == right[answer["model"]], "whoever answers is right"
+                assert answer["usage"]["completion_tokens"] == 12
+                assert ("tried_tokens" in answer["usage"]) == (answer["model"] == "second")
+                return bool(answer["model"] == model)
+
+            eventually(comes, PATIENCE_S, f"{model} answers")
+
+        answers(laptop, "second")
+        router = relay.router
+        relay.kill(router)
+        answers(laptop, "one")
+        relay.wait_for_all(gone=router["pid"])
+        answers(laptop, "second")
+        # Nothing restarts, and it is sure of everything.
+        policy.write_text('{"kind": "logprob", "threshold": 0, "tokens": 4}')
+        assert relay.baton(*route, *upstream).returncode == 0
+        answers(laptop, "one")
+        # Both models at one router.
+        policy.write_text('{"kind": "margin", "threshold": 2, "tokens": 4}')
+        own = Path(relay.environment["XDG_STATE_HOME"]) / "aliases.json"
+        own.unlink()
+        assert relay.baton("route", str(own), *route[2:]).returncode == 0
+        answers(relay, "second")
+    finally:
+        laptop.close()

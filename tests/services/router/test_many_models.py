@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -23,6 +24,10 @@ from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.request import ChatPrompt, Message, Request
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.step_back import LEAST
+from batonlm.router.api.access import OpenAuthenticator
+from batonlm.router.api.grpc.inference import listed_models
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.app import HttpApp
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.gauges import pool_targets
 from batonlm.router.observe.metrics import RouterMetrics
@@ -330,6 +335,19 @@ async def test_a_model_without_workers_holds_its_first_requests_and_asks_for_one
     ]
     await until(lambda: world.pipeline.held_by_model() == {"small": 3})
     assert targets.read()["small", "decode"] == 1
+    # It is listed, under its other names, too.
+    world.aliases["chat"] = Alias((("small", 1),))
+    assert [(model.name, model.max_model_len) for model in world.pipeline.all_models()] == [
+        ("small", 0)
+    ]
+    assert world.pipeline.aliased().keys() == {"chat"}
+    listed = {model.name: model.max_model_len for model in listed_models(world.pipeline).models}
+    assert listed == {"small": 0, "chat": 0}
+    app = HttpApp(world.pipeline, CollectorRegistry(), HttpAccess(OpenAuthenticator()))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        data = (await client.get("/v1/models")).json()["data"]
+    assert {each["id"]: each["max_model_len"] for each in data} == {"small": None, "chat": None}
     # A quarter of the router's requests is the most of one tenant.
     with pytest.raises(Overloaded, match="wait for this model"):
         await world.ask(replace(REQUEST, tenant=greedy))

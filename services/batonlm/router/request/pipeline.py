@@ -346,7 +346,7 @@ class Pipeline:
     def aliased(self) -> dict[str, ModelDescription]:
         """The names that stand for models, each with the first of its models that can be requested
         now."""
-        served = {model.name: model for model in self.models()}
+        served = {model.name: model for model in (*self.models(), *self.sleeping())}
         found: dict[str, ModelDescription] = {}
         for alias, stands_for in self.aliases().items():
             names = [name for name in stands_for.models if name in served]
@@ -369,9 +369,16 @@ class Pipeline:
         has_gone_back = self._preparation.step_back.has_gone_back
         return {(name,): has_gone_back(name, alias) for name, alias in self.aliases().items()}
 
+    def sleeping(self) -> list[ModelDescription]:
+        """The models without workers that start when they are requested. Nothing is known of them
+        but their names: their lengths are 0."""
+        names = self._config.model if self._config.idle_timeout_s else ()
+        served = {model.name for model in self.models()}
+        return [ModelDescription(name, "", 0, 0, ()) for name in names if name not in served]
+
     def all_models(self) -> list[ModelDescription]:
         """All models that can be requested now, for whatever task."""
-        return self.models() + self._preparation.encode_models()
+        return self.models() + self.sleeping() + self._preparation.encode_models()
 
     def ready(self) -> bool:
         """Whether requests should be sent here: they would be accepted and could be answered

@@ -228,7 +228,7 @@ class ModelAnswer(StrictStruct):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
     task: Literal["generate", "embed", "score"]
 
 

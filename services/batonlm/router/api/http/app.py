@@ -219,7 +219,8 @@ class HttpApp:
             "owned_by": "baton",
             "root": model.name,
             "parent": None,
-            "max_model_len": model.max_model_len,
+            # Not known while it sleeps.
+            "max_model_len": model.max_model_len or None,
             "task": model.task.name.lower(),
         }
 
