@@ -10,8 +10,13 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # The versions that the tests were last seen to pass with, so that a release of somebody else breaks no checkout.
 DEV_LOCK := deploy/locks/dev.txt
 
-# How many processes test at a time. A file's tests stay in one, so that what they share starts once.
+# How many processes test at a time. A file's tests stay in one, so that what they share starts once, and
+# files begin in the order of tests/depth.py, the longest first.
 TEST_PROCESSES ?= 2
+TOGETHER = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+# Tests of the chart that need helm and no cluster, which have nothing to share.
+CHARTS = $(addprefix tests/k8s/test_chart_,render.py refusals.py package.py)
 
 # How images are built and what they are called. IMAGE_BUILD is a command that takes docker build's arguments.
 IMAGE_BUILD ?= $(if $(shell docker info >/dev/null 2>&1 && echo yes),docker build,buildah build)
@@ -32,7 +37,7 @@ CHART_KEYRING ?=
 FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep test-all fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -59,14 +64,18 @@ down: ## Stop what 'make up' started
 	@$(BIN)/baton down
 
 test: install ## The default tests: no GPU, no network, about six minutes on 2 cores
-	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile
+	@$(BIN)/python -m pytest -q $(TOGETHER)
 
 test-deep: install ## What the default tests leave out: every architecture, whole state machines, deaths, fuzz (about 16 minutes on 2 cores)
-	@BATON_DEEP=1 $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile \
+	@BATON_DEEP=1 $(BIN)/python -m pytest -q $(TOGETHER) \
 		-m '(deep or hypothesis) and not (slow or chaos or k8s or gpu or browser or clients or edge)'
 
 test-chaos: install ## Tests that kill real processes, without the long ones
-	@$(BIN)/python -m pytest -q -m 'chaos and not slow'
+	@$(BIN)/python -m pytest -q $(TOGETHER) -m 'chaos and not slow'
+
+test-all: install ## The default, deep and chaos tests in one run, as CI does: it collects once, and waits of some are filled by others
+	@BATON_DEEP=1 $(BIN)/python -m pytest -q $(TOGETHER) --durations 40 --durations-min 10 \
+		-m 'not (slow or k8s or gpu or browser or clients or edge)'
 
 test-slow: install ## Tests that take long
 	@$(BIN)/python -m pytest -q -m 'slow and not k8s'
@@ -81,7 +90,8 @@ test-edge: install ## Real proxies and clients before the HTTP edge; need Debian
 	@$(BIN)/python -m pytest -q -m edge tests/edge
 
 test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and the images BATON_IMAGE_CPU, BATON_IMAGE_ENGINE
-	@$(BIN)/python -m pytest -q -m 'k8s and not slow' tests/k8s
+	@$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) -m 'k8s and not slow' $(CHARTS)
+	@$(BIN)/python -m pytest -q -m 'k8s and not slow' tests/k8s $(CHARTS:%=--ignore=%)
 
 test-k8s-slow: install ## Tests on that cluster that take long: pools that grow and shrink under load (about 15 minutes)
 	@$(BIN)/python -m pytest -q -m 'k8s and slow' tests/k8s

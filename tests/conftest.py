@@ -32,3 +32,4 @@ def nothing_leaks() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before tests are chosen by their marks."""
     depth.mark(items)
+    depth.longest_first(items)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,44 @@ SHARE = 6
 FEW = {"llama", "gemma3", "qwen3_moe"}
 """Architectures of the default tests: dense, with windows, with experts."""
 
+LONGEST = (
+    "loadtest/chaos/test_chaos_streams.py",
+    "e2e/test_rank_deaths.py",
+    "loadtest/chaos/test_chaos_kv.py",
+    "e2e/test_deaths.py",
+    "services/worker/test_degrees.py",
+    "e2e/test_skew.py",
+    "engine/test_machines.py",
+    "e2e/test_batch.py",
+    "e2e/test_machines.py",
+    "loadtest/bench/test_bench_runs.py",
+    "services/worker/test_ranks_leave_nothing.py",
+    "engine/test_gpu_check.py",
+    "e2e/test_states.py",
+    "e2e/test_adapter_parity.py",
+    "e2e/test_parity.py",
+)
+"""Files that take a minute and more. They begin first, so that no process is left with one of them
+when the others have nothing more to do. Those that run several ranks alternate with others: waiting
+ranks spin, and two such fleets take each other's cores."""
+
 
 def examples(count: int) -> int:
     """Of a state machine."""
     return count if DEEP else max(5, count // SHARE)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sorts tests; those of a file keep their order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    tests = Path(__file__).parent
+    items.sort(
+        key=lambda item: (
+            places.get(item.path.relative_to(tests).as_posix(), len(LONGEST))
+            if item.path.is_relative_to(tests)
+            else len(LONGEST)
+        )
+    )
 
 
 def mark(items: Iterable[pytest.Item]) -> None:

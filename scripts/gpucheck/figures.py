@@ -33,7 +33,7 @@ class Shape:
 
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128, 128256)
 LLAMA_1B = Shape(16, 2048, 8192, 32, 8, 64, 128256)
-TINY = Shape(2, 64, 128, 4, 2, 16, 512)
+TINY = Shape(1, 64, 128, 4, 2, 16, 512)
 """Of a rehearsal."""
 
 

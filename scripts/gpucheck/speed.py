@@ -134,9 +134,10 @@ def large_batches(check: Check) -> Iterator[Result]:
 def long_context(check: Check) -> Iterator[Result]:
     """Chunks of a prompt of 32k tokens, and decode after it."""
     s = sizes(check)
-    s = replace(s, prompt=32768 if check.on_gpu else 4 * s.chunk, batches=(1, 8), steps=4)
-    if not check.on_gpu:
-        s = replace(s, batches=(1, 2))
+    if check.on_gpu:
+        s = replace(s, prompt=32768, batches=(1, 8), steps=4)
+    else:
+        s = replace(s, prompt=2 * s.chunk, batches=(1,))
     with model(check, s, sequences=max(s.batches), longest=s.context) as runner:
         yield from prefill(
             check, runner, s, s.prompt, firsts=(0, s.prompt // 2, s.prompt - s.chunk)

@@ -30,8 +30,8 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     return [child for child in children if "batonlm.engine.ranks" in child.cmdline()]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+# How an engine notices each of them is in tests/engine/test_rank_processes.py.
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
 def test_streams_go_on_without_a_rank(pair: Relay, number: signal.Signals, rank: int) -> None:
     pair.wait_for_all()
     asked = requests()[:8]

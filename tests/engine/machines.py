@@ -5,12 +5,15 @@ It shares the model's files and nothing else: no memory can be found by a proces
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 
 import psutil
 import pytest
@@ -45,7 +48,14 @@ class SecondMachine:
 
 @contextmanager
 def second_machine() -> Iterator[SecondMachine]:
-    """Nothing of it stays."""
+    """Nothing of it stays. There is one at a time, also of other processes: its addresses are
+    fixed."""
+    with (Path(gettempdir()) / "baton-second-machine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield from _second_machine()
+
+
+def _second_machine() -> Iterator[SecondMachine]:
     machine = SecondMachine(f"baton{os.getpid()}m", f"bt{os.getpid() % 10**8}")
     inside = f"-n {machine.namespace}"
     try:

@@ -167,6 +167,7 @@ def test_pending_tokens_and_rows_without_samples(runner: TorchRunner, recorder: 
     assert drawn == {2: wanted[2][1], 0: wanted[0][1]}
 
 
+@pytest.mark.deep
 def test_a_network_that_cannot_be_recorded_runs_as_usual(
     runner: TorchRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 UNWANTED = (
     "IPython", "pandas", "sklearn", "scipy", "tensorflow", "torch._dynamo", "torch._inductor",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
@@ -61,9 +63,11 @@ def test_an_engine_starts_without_compilers_and_distributed_tensors() -> None:
     assert not imported & set(UNWANTED)
 
 
+@pytest.mark.deep
 def test_the_compiler_answers_what_its_stand_in_does_not() -> None:
     assert output(COMPILE) == "2.0\n"
 
 
+@pytest.mark.deep
 def test_the_compiler_can_be_imported_afterwards() -> None:
     assert output(AFTERWARDS).strip().endswith("__init__.py")

@@ -114,9 +114,7 @@ def test_tokens_and_kv_of_two_machines(
         one.close()
 
 
-@pytest.mark.parametrize(
-    "victim", ["rank 0", "rank 1", "rank 2", "rank 3", "machine", "cable", "hangs"]
-)
+@pytest.mark.parametrize("victim", ["rank 0", "rank 3", "machine", "cable", "hangs"])
 def test_all_end_with_any_part(
     victim: str, machine: SecondMachine, saved: Callable[[str], Path]
 ) -> None:

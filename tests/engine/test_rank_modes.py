@@ -89,7 +89,7 @@ def judge(runner_of: Find) -> Judge:
 
 @pytest.mark.parametrize(
     ("way", "depth"),
-    [("swap_host", 2), *(deep(way, 1) for way in SWAP_BYTES), deep("swap_disk", 2)],
+    [deep("swap_host", 2), *(deep(way, 1) for way in SWAP_BYTES), deep("swap_disk", 2)],
 )
 def test_preempted_sequences_say_the_same(
     way: str, depth: int, runner_of: Find, judge: Judge

@@ -103,7 +103,11 @@ async def serve(
 
 
 @pytest.mark.parametrize(
-    "leaving, taking", [pytest.param(TWO, ONE, id="2-1"), pytest.param(ONE, STAGED, id="1-4")]
+    "leaving, taking",
+    [
+        pytest.param(TWO, ONE, id="2-1"),
+        pytest.param(ONE, STAGED, id="1-4", marks=pytest.mark.slow),
+    ],
 )
 async def test_running_sequences_move_to_another_degree(
     leaving: tuple[str, ...], taking: tuple[str, ...], tmp_path: Path

@@ -45,28 +45,8 @@ async def ranked(tmp_path: Path) -> AsyncIterator[Ranked]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_ranks_end_with_their_worker(ranked: Ranked, number: signal.Signals) -> None:
+    """Also one that is stopped, where nobody tells them. They listen to nobody but each other."""
     assert len(ranked.ranks) == 4
-    ranked.worker.process.send_signal(number)
-    await ranked.worker.exit_code()
-    await until(lambda: not ranked.alive())
-
-
-async def test_a_rank_that_is_stopped_ends_with_its_worker(ranked: Ranked) -> None:
-    ranked.ranks[1].suspend()
-    ranked.worker.process.kill()
-    await ranked.worker.exit_code()
-    await until(lambda: not ranked.alive())
-
-
-@pytest.mark.parametrize("rank", range(4))
-async def test_a_worker_ends_with_any_of_its_ranks(ranked: Ranked, rank: int) -> None:
-    """Though it is idle, and nothing waits for the rank."""
-    ranked.ranks[rank].kill()
-    assert await ranked.worker.exit_code() == 1
-    await until(lambda: not ranked.alive())
-
-
-async def test_ranks_listen_to_nobody_but_each_other(ranked: Ranked) -> None:
     listening = [
         connection.laddr.ip
         for rank in ranked.ranks
@@ -74,6 +54,19 @@ async def test_ranks_listen_to_nobody_but_each_other(ranked: Ranked) -> None:
         if connection.status == psutil.CONN_LISTEN
     ]
     assert set(listening) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    if number == signal.SIGKILL:
+        ranked.ranks[1].suspend()
+    ranked.worker.process.send_signal(number)
+    await ranked.worker.exit_code()
+    await until(lambda: not ranked.alive())
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+async def test_a_worker_ends_with_any_of_its_ranks(ranked: Ranked, rank: int) -> None:
+    """Though it is idle, and nothing waits for the rank."""
+    ranked.ranks[rank].kill()
+    assert await ranked.worker.exit_code() == 1
+    await until(lambda: not ranked.alive())
 
 
 def test_ranks_leave_signals_to_their_worker(tmp_path: Path) -> None:
