@@ -95,7 +95,7 @@ def test_peft(arch: str, python: Path, tmp_path: Path) -> None:
         assert own is not None and abs(own.logprob - logprob) < CLOSE
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_hundred_adapters_at_once(python: Path, tmp_path: Path) -> None:
     """Over prefill and decode workers, one of which is killed."""
     adapters = save_all(tmp_path / "adapters")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from batonlm.client import AsyncClient, Retries
-from tests.e2e.relay import PATIENCE_S, Relay, until_it_comes_about
+from tests.e2e.relay import Relay, until_it_comes_about
 from tests.engine.adapters import save_adapter
 from tests.engine.tiny_models import save_tiny_model
 
@@ -23,8 +23,10 @@ LENGTHS = (1, 5, 15, 16, 17, 31, 33, 40) * 2
 """Of the prompts in tokens: one request of each adapter for each."""
 KNOWN = 400
 """Token ids that the tiny tokenizer has."""
-NEW = 12
+NEW = 8
 """Tokens of each answer."""
+ALL_S = 1500.0
+"""A bound for liveness: the last of all requests waits for the first."""
 READY_MIB = "5"
 """Memory for about half of the adapters: the others wait in host memory until they are wanted."""
 
@@ -89,7 +91,7 @@ def ask_all(relay: Relay) -> Found:
         # The router's queue is bounded: what finds no room is told when to come again.
         retries = Retries(most=1000)
         address = relay.description["grpc"]
-        async with AsyncClient(address, timeout_s=PATIENCE_S, retries=retries) as client:
+        async with AsyncClient(address, timeout_s=ALL_S, retries=retries) as client:
             running = {
                 asyncio.ensure_future(ask(client, name, prompt)): prompt
                 for name in NAMES

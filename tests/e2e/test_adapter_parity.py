@@ -41,7 +41,7 @@ def relay(adapters: dict[str, Path], folder: Path) -> Iterator[Relay]:
         yield running
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_a_hundred_at_once_equal_transformers(relay: Relay, adapters: dict[str, Path]) -> None:
     found = ask_all(relay)
     assert found.keys() == adapters.keys()
