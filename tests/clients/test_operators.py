@@ -2,8 +2,8 @@
 
 The types of npm's @kubernetes-models are generated from their CustomResourceDefinitions; TypeScript
 takes a literal of such a type only where each field is one of it, at every depth, with a value that
-it may have. Needs helm. LeaderWorkerSet's schema is `tests/k8s/lws.json`; InferencePool is in no
-package that there is.
+it may have. Needs helm. LeaderWorkerSet and InferencePool are in no package that there is: their
+schemas are `tests/k8s/lws.json` and `tests/k8s/inferencepool.json`.
 """
 
 from __future__ import annotations

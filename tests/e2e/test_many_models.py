@@ -97,6 +97,10 @@ def test_all_are_listed_and_the_nearest_is_named(relay: Relay) -> None:
         "decode": ["one", "second"],
         "detokenizer": ["one,second"],
     }
+    for role in ("prefill", "decode"):
+        for model in ("one", "second"):
+            serving = relay.metric(relay.router, "baton_model_workers", model=model, role=role)
+            assert serving == models[role].count(model)
     (line,) = relay.baton("status", "--json").stdout.splitlines()
     assert json.loads(line)["models"] == ["one", "second"]
     said = relay.baton("chat", "--model", "second", "--max-tokens", "4", "hello")

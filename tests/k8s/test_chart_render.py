@@ -199,15 +199,32 @@ def test_a_large_models_ranks_have_a_gpu_each_and_time_to_load(
         assert startup["failureThreshold"] * startup["periodSeconds"] == startup_s
 
 
+def fits(each: Json, schema: str) -> None:
+    """Whether an object has the fields that its kind's definition has, by a file of these tests,
+    and no other one."""
+    validator = Draft7Validator(json.loads((Path(__file__).parent / schema).read_text()))
+    errors = list(validator.iter_errors(each))
+    assert not errors, errors[0].message
+
+
 def test_a_group_of_two_nodes_is_a_leader_worker_set() -> None:
-    """Of the schema in lws.json: the fields that the set's own definition has, and no other one."""
-    validator = Draft7Validator(json.loads((Path(__file__).parent / "lws.json").read_text()))
     groups = of_kind(rendered(TWO_NODES), "LeaderWorkerSet")
     assert set(groups) == set(ENGINES)
     for group in groups.values():
-        errors = list(validator.iter_errors(group))
-        assert not errors, errors[0].message
+        fits(group, "lws.json")
         assert group["spec"]["leaderWorkerTemplate"]["size"] == 2
+
+
+def test_an_inference_pool_is_of_routers_that_answer_http() -> None:
+    objects = rendered(EVERYTHING)
+    (pool,) = of_kind(objects, "InferencePool").values()
+    fits(pool, "inferencepool.json")
+    router = templates(objects)["router"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= router["metadata"]["labels"].items()
+    ports = {port["containerPort"] for port in router["spec"]["containers"][0]["ports"]}
+    assert {port["number"] for port in pool["spec"]["targetPorts"]} <= ports
+    with pytest.raises(AssertionError, match="noSuchField"):
+        fits({**pool, "spec": {**pool["spec"], "noSuchField": 1}}, "inferencepool.json")
 
 
 def test_the_other_pod_of_a_group_joins_its_leader() -> None:
@@ -440,9 +457,12 @@ def test_the_planner_scales_each_model_by_itself() -> None:
             ),
             *("models.tuned.planner.scale.prefill.enabled=false",),
             *(f"{own}.enabled=true", f"{own}.minReplicas=0", f"{own}.maxReplicas=2"),
+            *("planner.nodeSelector.pool=cpu", "planner.tolerations[0].operator=Exists"),
         ),
     )
-    given = environment(pods(objects)["planner"])
+    pod = pods(objects)["planner"]
+    assert pod["nodeSelector"] == {"pool": "cpu"} and pod["tolerations"] == [{"operator": "Exists"}]
+    given = environment(pod)
     assert given["BATON_SCALE"] == "prefill=1:10,large-prefill=1:3,tuned-decode=0:2"
     assert given["BATON_MODELS"] == "large=Qwen/Qwen3-32B,tuned=baton-tuned"
     options = configuration.load(PlannerConfig, [], given, prog="baton-planner")
