@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.request.request import SamplingParams, StopParams
 from batonlm.core.request.validation import check_adapter_name
-from batonlm.core.routing.adapters import AdapterRegistry
+from batonlm.core.routing.adapters import MAX_MODELS, AdapterRegistry
 from batonlm.core.scheduler.events import NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.policy import SchedulerPolicy
@@ -195,3 +196,58 @@ def test_a_name_stands_for_what_workers_were_started_with_when_the_rest_is_lost(
     registry.changed("m", [new], [old])
     registry.lost("m", new)
     assert registry.named("m", "a") == old
+
+
+def test_what_requests_brought_is_no_operators_wish() -> None:
+    registry, used = AdapterRegistry(), replace(made("used", "u1"), on_use=True)
+    registry.met("m", [used, made("wanted", "w1")])
+    registry.changed("m", [used, made("wanted", "w1")], [made("wanted", "w1")])
+    registry.changed("m", [made("wanted", "w1")], [used, made("wanted", "w1")])
+    assert [each.name for each in registry.of("m")] == ["wanted"]
+    assert not registry.unwanted("m", [used]) and not registry.wants("u1")
+    registry.changed("m", [used], [replace(used, on_use=False)])
+    assert registry.named("m", "used") is not None, "an operator loaded it, too"
+
+
+def test_a_load_that_ends_behind_an_unload_elsewhere_brings_nothing_back() -> None:
+    registry, adapter = AdapterRegistry(), made("a", "d1")
+    with registry.loading("m", "a") as called_off:
+        registry.changed("m", [], [adapter])
+        assert not called_off("d1")
+        registry.changed("m", [adapter], [])
+        assert called_off("d1") and not called_off("d2")
+        registry.changed("m", [], [adapter])
+        assert registry.named("m", "a") is None and registry.unwanted("m", [adapter])
+    with registry.loading("m", "a") as called_off:
+        registry.changed("m", [], [adapter])
+        assert not called_off("d1") and registry.named("m", "a") == adapter
+
+
+def test_models_that_are_gone_are_forgotten_the_oldest_first() -> None:
+    registry = AdapterRegistry()
+    for index in range(2 * MAX_MODELS):
+        registry.met(f"m{index}", [made("a", "d")])
+        registry.met("kept", [made("b", "e")])
+    assert registry.named("m0", "a") is None and registry.named("kept", "b") is not None
+    assert registry.named(f"m{2 * MAX_MODELS - 1}", "a") is not None
+
+
+def test_the_one_that_none_named_for_the_longest_time_makes_room(tmp_path: Path) -> None:
+    engine = loop()
+    digests = [
+        engine.runner.load_adapter(folder_of(tmp_path, name)).digest for name in ("a", "b", "c")
+    ]
+    for digest in digests:
+        engine.add_adapter(digest)
+    engine.scheduler.add(attempt("r", digests[0]), 0.0)
+    engine.step(1.0)
+    assert engine.evict_adapter(digests) == digests[1]
+    assert engine.evict_adapter(digests[:1]) == "", "a sequence uses it"
+    engine.begin_loading()
+    assert engine.evict_adapter(digests) == ""
+    engine.end_loading()
+    run(engine)
+    assert engine.evict_adapter(digests) == digests[2]
+    assert engine.evict_adapter(digests) == digests[0]
+    with pytest.raises(Unavailable):
+        engine.scheduler.add(attempt("s", digests[0]), 300.0)

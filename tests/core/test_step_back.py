@@ -64,3 +64,14 @@ def test_a_name_that_never_changed_stays() -> None:
     assert not ends(watch, "small", *[FAILED] * NEWEST)
     assert not watch.ended("unknown", "small", FAILED)
     assert watch.now("chat", BEFORE) == BEFORE
+
+
+def test_names_that_stand_for_nothing_any_more_are_forgotten() -> None:
+    watch = trial()
+    ends(watch, "small", *[FINE] * LEAST)
+    ends(watch, "large", *[FAILED] * LEAST)
+    assert watch.now("chat", TRIED) != TRIED
+    watch.keep(["chat"])
+    assert watch.now("chat", TRIED) != TRIED
+    watch.keep([])
+    assert watch.now("chat", TRIED) == TRIED

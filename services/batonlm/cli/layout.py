@@ -68,6 +68,8 @@ class UpOptions:
     """The workers' option, NAME=FOLDER each, of the only model."""
     adapters_folder: str = ""
     """The workers' option."""
+    adapters_on_use: bool = False
+    """The workers' option."""
     embed_model: tuple[str, ...] = ()
     """Models of encode workers, one worker each."""
     router_flags: tuple[str, ...] = ()
@@ -396,7 +398,11 @@ def _adapter_flags(options: UpOptions) -> list[str]:
         given.append(f"{name}={path}")
     if given:
         flags += ["--adapters", ",".join(given)]
-    if options.adapters_folder:
+    if options.adapters_on_use:
+        flags += ["--adapters-on-use"]
+    if in_object_store(options.adapters_folder):
+        flags += ["--adapters-folder", options.adapters_folder]
+    elif options.adapters_folder:
         shared = Path(options.adapters_folder).expanduser().resolve()
         if not shared.is_dir():
             raise InvalidArgument(f"there is no folder {shared}", field="adapters_folder")

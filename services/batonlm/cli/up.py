@@ -187,7 +187,12 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--adapters-folder", default="", metavar="FOLDER",
-        help="folder below which adapters may be loaded while it runs, see docs/adapters.md",
+        help="folder below which adapters may be loaded while it runs, see docs/adapters.md; or "
+        "s3://BUCKET/PREFIX",
+    )  # fmt: skip
+    parser.add_argument(
+        "--adapters-on-use", action="store_true",
+        help="load from there what a request names; what is not used makes room",
     )  # fmt: skip
     for name in _COUNTS:
         parser.add_argument(

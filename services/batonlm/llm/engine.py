@@ -34,7 +34,7 @@ from batonlm.core.scheduler.sequence_table import Load
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.llm.job import Batch, Job
-from batonlm.worker.adapters import WorkerAdapters
+from batonlm.worker.adapters import AdapterFolder, WorkerAdapters
 from batonlm.worker.engine import engine_loop, open_book, open_runner
 from batonlm.worker.hardware import OFFLINE, settled
 from batonlm.worker.options import DecodeConfig
@@ -165,7 +165,7 @@ class Engine:
         """Loads the model, and the adapters beside it. Raises BatonError."""
         await self._engine.start()
         runner = await self._engine.call(lambda loop: loop.runner)
-        adapters = WorkerAdapters(self._engine, runner, "")
+        adapters = WorkerAdapters(self._engine, runner, AdapterFolder())
         await adapters.load_given(options.adapters)
         self.adapters = {each.name: each for each in adapters.held.adapters}
         return runner.model

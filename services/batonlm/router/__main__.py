@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from starlette.types import ASGIApp
 
@@ -79,7 +81,7 @@ async def serve(config: RouterConfig) -> int:
     tracer = config.tracer("router", identity.instance_id)
     usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
     aliases = AliasFile(config) if config.aliases else None
-    now = aliases.now if aliases is not None else None
+    now = partial(aliases.now, fleet.adapters.knows) if aliases is not None else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage, now)
     services = [
         InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service(),
@@ -173,9 +175,24 @@ class AliasFile(FollowedFile[dict[str, Alias]]):
         super().__init__(
             config.aliases, lambda text: own | parse_aliases(text), "aliases", "aliases"
         )
+        self._in_force = self._refused = self.value
 
-    def now(self) -> dict[str, Alias]:
-        return self.value
+    def now(self, is_adapter: Callable[[str], bool]) -> dict[str, Alias]:
+        """A file that has an adapter's name is not taken over while there is that adapter."""
+        value = self.value
+        if value is self._in_force:
+            return value
+        taken = next((name for name in value if is_adapter(name)), None)
+        if taken is None:
+            self._in_force = value
+        elif value is not self._refused:
+            self._refused = value
+            log.error(
+                "the file of aliases cannot be used, the former aliases stay: aliases.%s is the "
+                "name of an adapter",
+                taken,
+            )
+        return self._in_force
 
 
 def _authenticator(config: RouterConfig, listen: str) -> Authenticator:

@@ -179,13 +179,19 @@ class ServingOptions(ProcessOptions):
         source = object_source(self.model)
         folder = cache.opened(
             source,
-            Path(self.model_cache).expanduser() if self.model_cache else cache.default_cache(),
+            self.cache_folder,
             lambda text: log.info("%s: %s", source.name, text),
             ends,
             weights=weights,
             most_bytes=self.model_cache_gib << 30,
         )
         return replace(self, model=str(folder), model_name=self.model_name or source.served_name)
+
+    @property
+    def cache_folder(self) -> Path:
+        from batonlm.registry.cache import default_cache
+
+        return Path(self.model_cache).expanduser() if self.model_cache else default_cache()
 
     def probes(self) -> Probes:
         """The process's Probes, not opened yet."""

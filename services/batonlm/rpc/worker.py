@@ -146,11 +146,14 @@ def description_from_proto(message: pb.WorkerDescription) -> WorkerDescription:
 
 def adapters_to_proto(held: AdapterList) -> types_pb2.AdapterList:
     adapters = [filled(types_pb2.AdapterDescription, each) for each in held.adapters]
-    return types_pb2.AdapterList(version=held.version, adapters=adapters)
+    return types_pb2.AdapterList(
+        version=held.version, adapters=adapters, loads_on_use=held.loads_on_use
+    )
 
 
 def adapters_from_proto(message: types_pb2.AdapterList) -> AdapterList:
-    return AdapterList(message.version, tuple(map(adapter_from_proto, message.adapters)))
+    adapters = tuple(map(adapter_from_proto, message.adapters))
+    return AdapterList(message.version, adapters, message.loads_on_use)
 
 
 def load_to_proto(load: WorkerLoad) -> pb.WorkerLoad:

@@ -183,7 +183,8 @@ class ScriptedWorker:
 
     def change_adapters(self, *adapters: AdapterDescription) -> None:
         """They are all that it has from now on."""
-        self.adapters = AdapterList(self.adapters.version + 1, adapters)
+        now = self.adapters
+        self.adapters = AdapterList(now.version + 1, adapters, now.loads_on_use)
 
     def hold(self, token_ids: Sequence[int], adapter: str = "") -> None:
         """Adds the prefix hashes of a prompt to its cache. adapter: the digest of the one that

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/adapters.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"`\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07replace\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x05 \x01(\t\"i\n\x13LoadAdapterResponse\x12-\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1c.baton.v1.AdapterDescription\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x15.baton.v1.AdapterList\"C\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\"<\n\x15UnloadAdapterResponse\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x15.baton.v1.AdapterList2\xa8\x01\n\x08\x41\x64\x61pters\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/adapters.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"p\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07replace\x18\x04 \x01(\x08\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06on_use\x18\x06 \x01(\x08\"i\n\x13LoadAdapterResponse\x12-\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x1c.baton.v1.AdapterDescription\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x15.baton.v1.AdapterList\"C\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\"<\n\x15UnloadAdapterResponse\x12#\n\x04held\x18\x01 \x01(\x0b\x32\x15.baton.v1.AdapterList2\xa8\x01\n\x08\x41\x64\x61pters\x12J\n\x0bLoadAdapter\x12\x1c.baton.v1.LoadAdapterRequest\x1a\x1d.baton.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.baton.v1.UnloadAdapterRequest\x1a\x1f.baton.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,13 +33,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonlm.v1.adapters_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADADAPTERREQUEST']._serialized_start=59
-  _globals['_LOADADAPTERREQUEST']._serialized_end=155
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=157
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=262
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=264
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=331
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=333
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=393
-  _globals['_ADAPTERS']._serialized_start=396
-  _globals['_ADAPTERS']._serialized_end=564
+  _globals['_LOADADAPTERREQUEST']._serialized_end=171
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=173
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=278
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=280
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=347
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=349
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=409
+  _globals['_ADAPTERS']._serialized_start=412
+  _globals['_ADAPTERS']._serialized_end=580
 # @@protoc_insertion_point(module_scope)

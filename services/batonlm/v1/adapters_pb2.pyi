@@ -28,6 +28,7 @@ class LoadAdapterRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     REPLACE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    ON_USE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests give as their model."""
     path: _builtins.str
@@ -38,6 +39,8 @@ class LoadAdapterRequest(_message.Message):
     """Take it in place of another adapter of the same name, which is unloaded."""
     model: _builtins.str
     """Of a router that serves several: the model that it is for."""
+    on_use: _builtins.bool
+    """Of workers: a request named it, and its path is its name. NOT_FOUND where the folder has none of it."""
     def __init__(
         self,
         *,
@@ -46,10 +49,11 @@ class LoadAdapterRequest(_message.Message):
         digest: _builtins.str = ...,
         replace: _builtins.bool = ...,
         model: _builtins.str = ...,
+        on_use: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "model", b"model", "name", b"name", "path", b"path", "replace", b"replace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "model", b"model", "name", b"name", "on_use", b"on_use", "path", b"path", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

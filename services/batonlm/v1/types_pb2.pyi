@@ -665,6 +665,7 @@ class AdapterDescription(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    ON_USE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests give as their model."""
     digest: _builtins.str
@@ -675,6 +676,8 @@ class AdapterDescription(_message.Message):
     """Memory that it takes while it is ready to compute."""
     path: _builtins.str
     """Its folder, relative to the workers' adapters_folder; empty where it is not below that."""
+    on_use: _builtins.bool
+    """Loaded because a request named it: it may make room for another one, and no operator wants it everywhere."""
     def __init__(
         self,
         *,
@@ -683,10 +686,11 @@ class AdapterDescription(_message.Message):
         rank: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         path: _builtins.str = ...,
+        on_use: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "num_bytes", b"num_bytes", "path", b"path", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "num_bytes", b"num_bytes", "on_use", b"on_use", "path", b"path", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -700,8 +704,11 @@ class AdapterList(_message.Message):
 
     VERSION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    LOADS_ON_USE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Grows with every change of the list."""
+    loads_on_use: _builtins.bool
+    """Whether the worker loads what requests name from its adapters_folder."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterDescription]:
         """One entry a name."""
@@ -711,10 +718,11 @@ class AdapterList(_message.Message):
         *,
         version: _builtins.int = ...,
         adapters: _abc.Iterable[Global___AdapterDescription] | None = ...,
+        loads_on_use: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "loads_on_use", b"loads_on_use", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -138,7 +138,14 @@ class WorkerOptions(ServingOptions):
         (), "LoRA adapters to load at start, each as name=folder; clients name them as a model"
     )
     adapters_folder: str = option(
-        "", "folder below which adapters may be loaded at run time; empty: none may", unit="folder"
+        "",
+        "folder below which adapters may be loaded at run time, or s3://bucket/prefix; empty: none "
+        "may",
+        unit="folder",
+    )
+    adapters_on_use: bool = option(
+        False,
+        "load an adapter from adapters_folder when a request names it; what is not used makes room",
     )
     adapter_memory_mib: int = option(
         0,
@@ -194,6 +201,8 @@ class WorkerOptions(ServingOptions):
             name, equals, folder = text.partition("=")
             if not (name and equals and folder):
                 raise InvalidArgument(f"{text[:80]!r} must be name=folder", field="adapters")
+        if self.adapters_on_use and not self.adapters_folder:
+            raise InvalidArgument("needs adapters_folder", field="adapters_on_use")
         if self.machines == 1:
             if self.ray_address:
                 raise InvalidArgument("needs machines above 1", field="ray_address")

@@ -48,7 +48,7 @@ from batonlm.transfer.stats import HandoverStats
 from batonlm.transfer.transports import Staging
 from batonlm.transfer.ucx import KvNetwork, Ucx, choose, inherited
 from batonlm.v1.handover_pb2_grpc import add_HandoverServicer_to_server
-from batonlm.worker.adapters import AdaptersServicer, WorkerAdapters
+from batonlm.worker.adapters import AdapterFolder, AdaptersServicer, WorkerAdapters
 from batonlm.worker.engine import OpenRunner, engine_loop, open_book, open_runner
 from batonlm.worker.hardware import Settled, settled
 from batonlm.worker.options import WorkerOptions
@@ -188,7 +188,12 @@ async def _run_settled(
         freeze_garbage()
         ends.push_async_callback(engine.stop)
         runner, scheduler = made[0].runner, made[0].scheduler
-        adapters = WorkerAdapters(engine, runner, options.adapters_folder)
+        adapters = WorkerAdapters(
+            engine,
+            runner,
+            AdapterFolder(options.adapters_folder, options.cache_folder / "adapters"),
+            on_use=options.adapters_on_use,
+        )
         await adapters.load_given(options.adapters)
         probes.startup.enter("ring")
         identity = WorkerIdentity(role, instance_id, address)

@@ -11,17 +11,26 @@ from typing import Any
 import grpc
 import pytest
 
-from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
+from batonlm.core.errors import (
+    BatonError,
+    InvalidArgument,
+    ModelNotFound,
+    NotFound,
+    Unavailable,
+)
 from batonlm.core.request.model import AdapterDescription
+from batonlm.core.routing.aliases import Alias
 from batonlm.rpc.convert import filled
 from batonlm.rpc.server import Service
 from batonlm.rpc.worker import adapters_to_proto
-from batonlm.testing.scripted import ScriptedDecode
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDecode, ScriptedKv
 from batonlm.v1 import adapters_pb2 as pb
 from batonlm.v1 import adapters_pb2_grpc, types_pb2
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import REQUEST, check
 
+NAME = language.MODEL.name
 OLD = AdapterDescription("french", "f1", 8, 100, "french")
 NEW = replace(OLD, digest="f2")
 
@@ -31,8 +40,15 @@ class LoadingDecode(ScriptedDecode, adapters_pb2_grpc.AdaptersServicer):
 
     files = OLD
     """What it finds in every folder."""
+    folder: frozenset[str] = frozenset()
+    """What requests may name."""
     lost: BatonError | None = None
     """If set, it does what it is asked, and this is the answer."""
+
+    def __init__(self, network: ScriptedKv) -> None:
+        super().__init__(network)
+        self.asked: list[str] = []
+        """What it was to load because requests named it."""
 
     async def on_load(self) -> None:
         """What happens before it answers; a test may replace it."""
@@ -49,7 +65,13 @@ class LoadingDecode(ScriptedDecode, adapters_pb2_grpc.AdaptersServicer):
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.LoadAdapterResponse:
-        found = replace(self.files, name=request.name, path=request.path)
+        if request.on_use:
+            self.asked.append(request.name)
+            if request.name not in self.folder:
+                raise NotFound("There is no such folder.", field="path")
+            if request.name == "refused":
+                raise InvalidArgument("adapter refused: it has DoRA.", field="adapter")
+        found = replace(self.files, name=request.name, path=request.path, on_use=request.on_use)
         if request.digest not in ("", found.digest):
             raise InvalidArgument("Its files are not those.", field="name")
         self._keep(request.name, found)
@@ -156,3 +178,105 @@ async def test_what_is_unloaded_while_a_worker_catches_up_stays_unloaded(world: 
         await world.pipeline.adapter_manager.load("other", "other")
         await until(lambda: len(digests(world)) == 2)
     assert {adapter.name for adapter in late.adapters.adapters} == {"french", "other"}
+
+
+@pytest.mark.deep
+async def test_what_another_router_unloads_during_a_load_does_not_come_back(world: World) -> None:
+    early, late = await start(world, OLD, OLD)
+    fleet = world.fleet
+    assert fleet is not None
+
+    async def unloaded_elsewhere() -> None:
+        await until(lambda: bool(early.adapters.adapters))
+        await until(lambda: fleet.adapters.knows("french"))
+        early.change_adapters()
+        await until(lambda: not fleet.adapters.knows("french"))
+
+    late.on_load = unloaded_elsewhere  # type: ignore[method-assign]
+    async with kept(world):
+        with pytest.raises(Unavailable, match="unloaded while"):
+            await world.pipeline.adapter_manager.load("french", "french")
+        assert not early.adapters.adapters and not late.adapters.adapters
+        assert not fleet.adapters.knows("french")
+        del late.on_load
+        await world.pipeline.adapter_manager.load("french", "french")
+        assert digests(world) == ["f1"]
+
+
+async def on_use(world: World, number: int, *names: str) -> list[LoadingDecode]:
+    """Decode workers that load what requests name."""
+    workers = await start(world, *[OLD] * number)
+    for worker in workers:
+        worker.folder = frozenset(names)
+        worker.adapters = replace(worker.adapters, version=1, loads_on_use=True)
+    fleet = world.fleet
+    assert fleet is not None
+    await until(lambda: all(w.loads_on_use for w in fleet.decodes.snapshots()))
+    return workers
+
+
+async def test_a_request_has_what_it_names_loaded_once(world: World) -> None:
+    workers = await on_use(world, 2, "french", "refused")
+    asked = (replace(REQUEST, model=name) for name in ("french", "french", f"{NAME}:french"))
+    for answer in await asyncio.gather(*map(world.ask, asked)):
+        check(answer)
+        assert answer.accepted.model == "french"
+    await until(lambda: all(worker.asked == ["french"] for worker in workers))
+    assert {each.adapter for worker in workers for each in worker.starts} == {"f1"}
+    for _ in range(3):
+        with pytest.raises(InvalidArgument, match="DoRA"):
+            await world.ask(replace(REQUEST, model="refused"))
+        with pytest.raises(ModelNotFound):
+            await world.ask(replace(REQUEST, model="absent"))
+    asked_now = [name for worker in workers for name in worker.asked]
+    assert asked_now.count("refused") == asked_now.count("absent") == 1
+
+
+async def test_what_made_room_comes_back_and_is_nobodys_unloading(world: World) -> None:
+    one, other = await on_use(world, 2, "french")
+    check(await world.ask(replace(REQUEST, model="french")))
+    await until(lambda: bool(one.adapters.adapters and other.adapters.adapters))
+    async with kept(world):
+        one.change_adapters()
+        await until(lambda: len(digests(world)) == 1)
+        check(await world.ask(replace(REQUEST, model="french")))
+        assert other.adapters.adapters, "it stays where it did not make room"
+        other.change_adapters()
+        await until(lambda: digests(world) == [])
+        check(await world.ask(replace(REQUEST, model="french")))
+        assert len(one.asked) + len(other.asked) >= 3
+
+
+@pytest.mark.deep
+async def test_a_request_whose_adapter_made_room_while_it_waited_gets_it_back(
+    world: World,
+) -> None:
+    (worker,) = await on_use(world, 1, "french")
+    worker.folder = frozenset({"french"})
+    check(await world.ask(replace(REQUEST, model="french")))
+    fleet = world.fleet
+    assert fleet is not None
+    tokenizer = world.tokenizers[0]
+    tokenizer.working.clear()
+    asking = asyncio.create_task(world.ask(replace(REQUEST, model="french")))
+    await until(lambda: tokenizer.num_slow > 0)
+    worker.change_adapters()
+    await until(lambda: not fleet.has_adapter("f1"))
+    tokenizer.working.set()
+    check(await asking)
+    assert worker.asked == ["french", "french"]
+    manager = world.pipeline.adapter_manager
+    await until(lambda: fleet.has_adapter("f1"))
+    assert not manager.returns("french", NAME, "another"), "the name stands for other files"
+    assert not manager.returns("french", "another model", "f1")
+
+
+@pytest.mark.deep
+async def test_a_name_that_an_adapter_and_an_alias_have_is_refused(world: World) -> None:
+    await start(world, OLD)
+    await world.pipeline.adapter_manager.load("french", "french")
+    check(await world.ask(replace(REQUEST, model="french")))
+    world.aliases["french"] = Alias(((NAME, 1),))
+    with pytest.raises(InvalidArgument, match="is the name of an adapter"):
+        await world.ask(replace(REQUEST, model="french"))
+    check(await world.ask(replace(REQUEST, model=f"{NAME}:french")))

@@ -151,6 +151,9 @@ class AdapterDescription:
     path: str = ""
     """Its folder, relative to the one from which workers load adapters at run time; "" where it is
     not below that."""
+    on_use: bool = False
+    """Loaded because a request named it: it may make room for another one, and no operator wants it
+    everywhere."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,9 +77,13 @@ def is_whole(value: Any) -> bool:
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@+-]{0,199}")
 
 
+def is_adapter_name(name: str) -> bool:
+    return _ADAPTER_NAME.fullmatch(name) is not None
+
+
 def check_adapter_name(name: str) -> None:
     """Raises InvalidArgument (`name`). Without a colon, so that "model:adapter" has one meaning."""
-    if not _ADAPTER_NAME.fullmatch(name):
+    if not is_adapter_name(name):
         raise wrong("name", "must be 1 to 200 letters, digits and ._/@+-, the first no sign")
 
 

@@ -3,7 +3,8 @@ placed on it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from batonlm.core.request.model import (
@@ -179,6 +180,8 @@ class AdapterList:
     version: int = 0
     """Grows with every change of the list."""
     adapters: tuple[AdapterDescription, ...] = ()
+    loads_on_use: bool = False
+    """Whether the worker loads what requests name from its folder."""
 
 
 NO_ADAPTERS = AdapterList()
@@ -242,6 +245,10 @@ class WorkerSnapshot(WorkerDescription):
     """Positions that need blocks, of the fresh sequences."""
     adapters: frozenset[str] = frozenset()
     """The digests of its LoRA adapters."""
+    used_adapters: Mapping[str, AdapterDescription] = field(default_factory=dict)
+    """By name, those of its adapters that it loaded because requests named them."""
+    loads_on_use: bool = False
+    """Whether it loads such adapters."""
 
     @property
     def num_sequences(self) -> int:

@@ -8,7 +8,7 @@ the newest requests of each can be compared as they are.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -66,6 +66,10 @@ class StepBack:
         """Whether the former weights of the alias count now. Changes nothing."""
         trial = self._trials.get(name)
         return trial is not None and trial.gone_back and trial.is_of(alias)
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets all others: they stand for nothing any more."""
+        self._trials = {name: trial for name, trial in self._trials.items() if name in names}
 
     def ended(self, name: str, model: str, outcome: Outcome) -> str:
         """Takes a request's end. Returns why the former weights count from now on, or ""."""

@@ -8,6 +8,7 @@ that are not known yet (`plan.PENDING`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 
 from batonlm.core.errors import Internal, NotFound
@@ -57,13 +58,24 @@ class EngineLoop:
     def add_adapter(self, digest: str) -> None:
         """New attempts may name an adapter that the runner has loaded."""
         self._unloading.discard(digest)
-        self.scheduler.adapters.add(digest)
+        self.scheduler.adapters.pop(digest, None)
+        self.scheduler.adapters[digest] = None
 
     def drop_adapter(self, digest: str) -> None:
         """New attempts may not name it any more. The runner frees it before the next step of which
         no sequence uses it."""
-        self.scheduler.adapters.discard(digest)
+        self.scheduler.adapters.pop(digest, None)
         self._unloading.add(digest)
+
+    def evict_adapter(self, digests: Collection[str]) -> str:
+        """Frees the one of these adapters that no sequence uses and that none named for the longest
+        time. Returns it, or "" where there is none, or one is being loaded."""
+        for digest in self.scheduler.adapters if not self._loading else ():
+            if digest in digests and not self.scheduler.uses_adapter(digest):
+                del self.scheduler.adapters[digest]
+                self.runner.unload_adapter(digest)
+                return digest
+        return ""
 
     def _unload(self) -> None:
         if self._loading:

@@ -131,8 +131,9 @@ class Scheduler:
         self.sequences = SequenceTable(pool, SwapSpace(*num_swap_blocks))
         self.live_receivers = 1
         """Decode workers that share the pool of a prefill worker. Settable."""
-        self.adapters: set[str] = set()
-        """The digests of the adapters that new attempts may name. The loop changes it."""
+        self.adapters: dict[str, None] = {}
+        """The digests of the adapters that new attempts may name, the least recently named first.
+        The loop changes it."""
         self._pool = pool
         self._policy = policy
         self._model = model
@@ -458,6 +459,8 @@ class Scheduler:
         if attempt.adapter and attempt.adapter not in self.adapters:
             # Another worker may have it, so this ends the attempt and not the request.
             raise Unavailable("This worker does not have the request's adapter.")
+        if attempt.adapter:
+            self.adapters[attempt.adapter] = self.adapters.pop(attempt.adapter)
         group = self.make_group(attempt, now, max_unconfirmed, grammar)
         if attempt.key in self.sequences:
             raise InvalidArgument("This attempt already runs here.", field="attempt")

@@ -132,6 +132,8 @@ class Adapters:
         self._loaded: dict[str, LoadedAdapter] = {}
         self._ready: dict[str, ReadyAdapter] = {}
         """The least recently used first."""
+        self._being_bound = 0
+        """Bytes of the one that a step makes ready."""
 
     def load(self, folder: Path) -> AdapterDescription:
         """See `ModelRunner.load_adapter`."""
@@ -141,6 +143,7 @@ class Adapters:
             known = self._loaded.get(files.digest)
         if known is not None:
             return replace(known.description, name=files.name)
+        self._check_room(files)
         try:
             # Also finds the forms of new shapes, so that no step has to.
             ready = self._bind(files)
@@ -153,13 +156,7 @@ class Adapters:
             )
         found = AdapterDescription(files.name, files.digest, files.rank, ready.num_bytes)
         with self._lock:
-            others = sum(each.files.num_bytes for each in self._loaded.values())
-            if files.digest not in self._loaded and others + files.num_bytes > self._loaded_bytes:
-                raise Overloaded(
-                    f"The memory for adapters is full: {size(others)} of "
-                    f"{size(self._loaded_bytes)} are taken, and {files.name} has "
-                    f"{size(files.num_bytes)}."
-                )
+            self._check_room(files)
             self._loaded[files.digest] = LoadedAdapter(files, found)
             if self._free_bytes() >= ready.num_bytes:
                 self._ready[files.digest] = ready
@@ -171,6 +168,15 @@ class Adapters:
             size(found.num_bytes),
         )
         return found
+
+    def _check_room(self, files: AdapterFiles) -> None:
+        """Raises Overloaded."""
+        others = sum(each.files.num_bytes for each in list(self._loaded.values()))
+        if files.digest not in self._loaded and others + files.num_bytes > self._loaded_bytes:
+            raise Overloaded(
+                f"The memory for adapters is full: {size(others)} of {size(self._loaded_bytes)} "
+                f"are taken, and {files.name} has {size(files.num_bytes)}."
+            )
 
     def unload(self, digest: str) -> None:
         """See `ModelRunner.unload_adapter`."""
@@ -232,8 +238,11 @@ class Adapters:
                 if self._free_bytes() >= loaded.description.num_bytes:
                     break
                 del self._ready[other]
+            # No load beside this may take the room.
+            self._being_bound = loaded.description.num_bytes
         ready = self._bind(loaded.files)
         with self._lock:
+            self._being_bound = 0
             self._ready[digest] = ready
         return ready
 
@@ -245,7 +254,8 @@ class Adapters:
         return found
 
     def _free_bytes(self) -> int:
-        return self._ready_bytes - sum(each.num_bytes for each in self._ready.values())
+        taken = sum(each.num_bytes for each in self._ready.values())
+        return self._ready_bytes - taken - self._being_bound
 
     def _check(self, files: AdapterFiles) -> None:
         """Raises InvalidArgument for an adapter of another model than this."""

@@ -49,6 +49,7 @@ from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.observe.stage_timer import StageTimer
 from batonlm.router.request.dispatcher import Dispatcher, PendingAttempt
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
+from batonlm.router.workers.adapters import AdapterManager
 from batonlm.router.workers.clients import TOKEN_ID_BYTES
 from batonlm.router.workers.encoders import input_bytes
 from batonlm.router.workers.fleet import Fleet
@@ -305,6 +306,7 @@ class RouterServices:
     deferred_calls: DeferredCalls
     background: Callable[[Coroutine[None, None, None]], object]
     """Runs what must outlive its request, such as the cancellation on a worker."""
+    adapters: AdapterManager
     quarantine: Quarantine = field(default_factory=Quarantine)
 
 

@@ -265,6 +265,9 @@ class Pipeline:
             )
         self.gate = AdmissionController(fleet, config, metrics, live_replicas)
         self.records = Records(config, usage)
+        own = config.own_aliases
+        self.aliases = aliases or (lambda: own)
+        self.adapter_manager = AdapterManager(fleet, config, self.aliases)
         self.services = RouterServices(
             fleet,
             config,
@@ -274,11 +277,9 @@ class Pipeline:
             LoadMonitor(COALESCE_ABOVE_CORES),
             DeferredCalls(),
             self._keep,
+            self.adapter_manager,
         )
-        own = config.own_aliases
-        self.aliases = aliases or (lambda: own)
         self._preparation = Preparation(self.services, self.aliases)
-        self.adapter_manager = AdapterManager(fleet, config, self.aliases)
         dispatcher = self.gate.dispatcher
         self._shadows = Shadows(self._for_shadows, metrics.shadows, dispatcher.turn_soon)
         dispatcher.on_waiting = self._shadows.drop
@@ -653,6 +654,7 @@ class Pipeline:
             await asyncio.wait(self._tasks)
         self.services.deferred_calls.close()
         await self._preparation.close()
+        await self.adapter_manager.close()
         await self.gate.close()
 
     def _check_open(self) -> None:

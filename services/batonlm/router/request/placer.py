@@ -75,7 +75,10 @@ class Placer:
             now = loop.time()
             adapter = run.attempt.adapter
             if found is Blocked.ITSELF and adapter and not self._fleet.has_adapter(adapter):
-                raise NotFound("The adapter of this request was unloaded.", field="model")
+                # It made room for others, or was unloaded.
+                name = self._context.adapter
+                if not self._services.adapters.returns(name, self._demand(run).model, adapter):
+                    raise NotFound("The adapter of this request was unloaded.", field="model")
             if now >= give_up:
                 raise self._fleet.decodes.absent(model=True)
             # Breakers and quarantine have no known end.

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable, model_not_found
+from batonlm.core.errors import (
+    BatonError,
+    InvalidArgument,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    model_not_found,
+)
 from batonlm.core.observe.request_record import Replay, packed
 from batonlm.core.observe.stages import Stage
 from batonlm.core.request.answers import AnswerDeltas, AnswerRules
@@ -38,6 +45,7 @@ from batonlm.core.request.request import (
     VectorPrompt,
 )
 from batonlm.core.request.request_state import RequestState
+from batonlm.core.request.validation import is_adapter_name
 from batonlm.core.routing.adapters import adapter_for
 from batonlm.core.routing.aliases import Alias, conversation
 from batonlm.core.routing.routing import models_of
@@ -109,6 +117,7 @@ class Preparation:
         self._services = services
         self._aliases = aliases
         self.step_back = StepBack()
+        self._seen_aliases: Mapping[str, Alias] = {}
         self.held = HeldRequests(max(1, services.config.max_requests // HELD_SHARE))
         config = services.config
         self._answer_rules = AnswerRules(config.tool_format, config.reasoning_format)
@@ -124,13 +133,19 @@ class Preparation:
         fleet, held = self._services.fleet, set[str]()
         for worker in fleet.decodes.each_snapshot():
             held |= worker.adapters
-        found = [
-            (model, adapter)
+        found = {
+            (model.name, adapter.name): (model, adapter)
             for model in self.models()
-            for adapter in fleet.adapters.of(model.digest)
+            for adapter in chain(self._used_adapters(model), fleet.adapters.of(model.digest))
             if adapter.digest in held
-        ]
-        return sorted(found, key=lambda pair: pair[1].name)
+        }
+        return sorted(found.values(), key=lambda pair: pair[1].name)
+
+    def _used_adapters(self, model: ModelDescription) -> Iterator[AdapterDescription]:
+        """Yields those that decode workers have because requests named them."""
+        for worker in self._services.fleet.decodes.each_snapshot():
+            if worker.model.digest == model.digest:
+                yield from worker.used_adapters.values()
 
     def models(self) -> list[ModelDescription]:
         """The models that generate and can be requested now."""
@@ -371,6 +386,25 @@ class Preparation:
         finally:
             stages.over(None)
 
+    async def _use(self, name: str, models: Iterable[str], give_up: float) -> bool:
+        """Has a model's workers load an adapter that a request names. Returns whether one of the
+        models has it now. Raises BatonError where there is one that cannot be loaded."""
+        failure: BatonError | None = None
+        for model in models:
+            left = give_up - asyncio.get_running_loop().time()
+            if left <= 0:
+                break
+            try:
+                await self._services.adapters.use(name, model, left)
+                return True
+            except NotFound:
+                continue
+            except BatonError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return False
+
     async def _model(
         self, context: RequestContext
     ) -> tuple[ModelDescription, AdapterDescription | None]:
@@ -378,13 +412,23 @@ class Preparation:
         no worker that may serve it."""
         name, config, fleet = context.request.model, self._services.config, self._services.fleet
         aliases = self._aliases()
+        if aliases is not self._seen_aliases:
+            self.step_back.keep(aliases)
+            self._seen_aliases = aliases
         if config.model and not name:
             name = config.model[0]
         alias, key = aliases.get(name), b""
+        if alias is not None and fleet.adapters.knows(name):
+            raise InvalidArgument(
+                f"{name!r} is the name of an adapter, and stands for other models: write it as "
+                f"MODEL:{name}, or give one of both another name.",
+                field="model",
+            )
         if alias is not None:
             alias = self.step_back.now(name, alias)
             context.alias, key = name, conversation(context.request)
         base, _, adapter_name = name.rpartition(":")
+        names_adapter = is_adapter_name(adapter_name)
         base_alias = aliases.get(base)
         if base_alias is not None:
             base_alias = self.step_back.now(base, base_alias)
@@ -414,6 +458,10 @@ class Preparation:
                 absent = {*config.model} - served
                 if base in absent or (absent and not base):
                     known = known or fleet.adapters.knows(adapter_name)
+                if alias is None and not known and name not in config.model and names_adapter:
+                    on_use = dict.fromkeys(w.model.name for w in decodes if w.loads_on_use)
+                    if await self._use(adapter_name, on_use, give_up):
+                        continue
                 told = config.model or (served if alias is None else ())
                 if told and name not in told and (alias is not None or not known):
                     adapters = {each.name for _, each in self.adapters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from batonlm.core.errors import (
     InvalidArgument,
     NotFound,
     Overloaded,
+    Unavailable,
     model_not_found,
 )
 from batonlm.core.request.model import AdapterDescription, ModelDescription
@@ -43,6 +45,13 @@ AGAIN_S = 60.0
 
 MAX_REFUSED = 4096
 
+USES = 16
+"""Adapters that requests name and that are loaded at once."""
+MAX_USES = 1024
+"""Those and the ones that wait for their turn; more are refused."""
+ABSENT_S = 5.0
+"""Seconds for which an adapter that a folder does not have is not looked for again."""
+
 T = TypeVar("T")
 
 
@@ -65,6 +74,119 @@ class AdapterManager:
         self._refused: dict[tuple[str, str, str], float] = {}
         """By instance id, name and digest: until when it is not tried again, on the loop's
         clock."""
+        self._uses: dict[tuple[str, str], asyncio.Task[BatonError | None]] = {}
+        """By model and name, what is being loaded because requests name it."""
+        self._unusable: OrderedDict[tuple[str, str], tuple[float, BatonError]] = OrderedDict()
+        """Likewise, until when it is not tried again, and why."""
+        self._turns = asyncio.Semaphore(USES)
+        self._spreading: set[asyncio.Task[None]] = set()
+
+    async def use(self, name: str, model: str, wait_s: float) -> None:
+        """Has the model's workers load the adapter that requests call by this name, once for all
+        requests that come meanwhile; returns when one decode worker has it.
+
+        Raises NotFound where their folder has none, InvalidArgument (`model`) for one that is
+        refused, and Unavailable or Overloaded.
+        """
+        task = self._begin_use(name, model)
+        if task is not None:
+            await asyncio.wait({task}, timeout=wait_s)
+            if not task.done():
+                raise Unavailable("The adapter is still being loaded.", retry_after_s=1.0)
+            if task.cancelled():
+                raise Unavailable("This router is leaving.", retry_after_s=1.0)
+        failure = task.result() if task is not None else self._known_failure(name, model)
+        if failure is not None:
+            raise failure
+
+    def returns(self, name: str, model: str, digest: str) -> bool:
+        """Whether an adapter that made room on the last worker that had it is being loaded again,
+        which this begins. Not while its name stands for other files."""
+        lists = [
+            worker.adapters.adapters
+            for worker in self._fleet.decodes.workers()
+            if worker.model.name == model and worker.adapters.loads_on_use
+        ]
+        now = {each.digest for adapters in lists for each in adapters if each.name == name}
+        if not name or not lists or not now <= {digest}:
+            return False
+        try:
+            return self._begin_use(name, model) is not None
+        except Overloaded:
+            return False
+
+    async def close(self) -> None:
+        """Ends loads that requests began."""
+        tasks = [*self._uses.values(), *self._spreading]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _known_failure(self, name: str, model: str) -> BatonError | None:
+        found = self._unusable.get((model, name))
+        if found is None or found[0] <= asyncio.get_running_loop().time():
+            return None
+        return found[1]
+
+    def _begin_use(self, name: str, model: str) -> asyncio.Task[BatonError | None] | None:
+        """Returns the load, or None where it is known to fail. Raises Overloaded."""
+        key = model, name
+        task = self._uses.get(key)
+        if task is None and self._known_failure(name, model) is None:
+            if len(self._uses) >= MAX_USES:
+                raise Overloaded("Too many adapters are being loaded.", retry_after_s=1.0)
+            task = self._uses[key] = asyncio.create_task(self._use(name, model))
+            task.add_done_callback(lambda _: self._uses.pop(key))
+        return task
+
+    async def _use(self, name: str, model: str) -> BatonError | None:
+        async with self._turns:
+            failure = await self._use_somewhere(name, model)
+        absent, refused = isinstance(failure, NotFound), isinstance(failure, InvalidArgument)
+        if failure is not None and (absent or refused):
+            end = asyncio.get_running_loop().time() + (ABSENT_S if absent else AGAIN_S)
+            self._unusable[model, name] = end, failure
+            self._unusable.move_to_end((model, name))
+            if len(self._unusable) > MAX_REFUSED:
+                self._unusable.popitem(last=False)
+        return failure
+
+    async def _use_somewhere(self, name: str, model: str) -> BatonError | None:
+        """Loads it on one decode worker, and begins to on the others. Returns why it could not."""
+        workers = [
+            worker
+            for worker in self._engines()
+            if worker.model.name == model and worker.adapters.loads_on_use
+        ]
+        decodes = {worker.identity.instance_id for worker in self._fleet.decodes.workers()}
+        first = [worker for worker in workers if worker.identity.instance_id in decodes]
+        first.sort(key=lambda worker: worker.placed_sequences)
+        failure: BatonError = self._fleet.decodes.absent(model=True)
+        for worker in first:
+            wanted = pb.LoadAdapterRequest(name=name, path=name, on_use=True)
+            found = await _answer(self._load(worker, wanted))
+            if isinstance(found, NotFound):
+                return found
+            if isinstance(found, InvalidArgument):
+                return InvalidArgument(found.message, field="model")
+            if isinstance(found, BatonError):
+                failure = found
+                continue
+            wanted.digest = found.digest
+            others = [each for each in workers if each is not worker]
+            if others and len(self._spreading) < MAX_USES:
+                task = asyncio.create_task(self._spread(others, wanted))
+                self._spreading.add(task)
+                task.add_done_callback(self._spreading.discard)
+            return None
+        return failure
+
+    async def _spread(self, workers: list[Worker[Any]], wanted: pb.LoadAdapterRequest) -> None:
+        """What fails here is no harm: the adapter's requests run where it is."""
+        async with self._turns:
+            for found in await _answers(self._load(worker, wanted) for worker in workers):
+                if isinstance(found, BatonError):
+                    log.info("a worker has no adapter %s: %s", wanted.name, found.message)
 
     async def load(
         self, name: str, path: str, *, model: str = "", digest: str = "", replace: bool = False
@@ -82,17 +204,23 @@ class AdapterManager:
                 raise InvalidArgument("A model has this name.", field="name")
             workers = self._workers(base)
             had = [worker for worker in workers if _has(worker, name)]
-            found = await _answers(self._load(worker, wanted) for worker in workers)
-            failure = next((each for each in found if isinstance(each, BatonError)), None)
-            if failure is None:
-                return next(each for each in found if isinstance(each, AdapterDescription))
-            undo = pb.UnloadAdapterRequest(name=name)
-            await _answers(
-                self._unload(worker, undo)
-                for worker, result in zip(workers, found, strict=True)
-                if worker not in had and not isinstance(result, InvalidArgument | Overloaded)
-            )
-            raise failure
+            with self._fleet.adapters.loading(base.digest, name) as called_off:
+                found = await _answers(self._load(worker, wanted) for worker in workers)
+                failure = next((each for each in found if isinstance(each, BatonError)), None)
+                loaded = [each for each in found if isinstance(each, AdapterDescription)]
+                undo = pb.UnloadAdapterRequest(name=name)
+                if failure is None and any(called_off(each.digest) for each in loaded):
+                    # Through another router, on those that had loaded it by then.
+                    had, undo.digest = [], loaded[0].digest
+                    failure = Unavailable("It was unloaded while it was being loaded.")
+                if failure is None:
+                    return loaded[0]
+                await _answers(
+                    self._unload(worker, undo)
+                    for worker, result in zip(workers, found, strict=True)
+                    if worker not in had and not isinstance(result, InvalidArgument | Overloaded)
+                )
+                raise failure
 
     async def unload(self, name: str, *, model: str = "", digest: str = "") -> None:
         """Unloads an adapter on every worker of the model that has it. Raises BatonError."""

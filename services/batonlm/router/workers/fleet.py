@@ -19,7 +19,7 @@ import grpc
 from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.handover.fit import refusal
 from batonlm.core.kvcache.cache_events import CacheBatch
-from batonlm.core.request.model import ModelDescription, WorkerIdentity
+from batonlm.core.request.model import AdapterDescription, ModelDescription, WorkerIdentity
 from batonlm.core.request.request_state import is_fault, leaves
 from batonlm.core.routing.adapters import AdapterRegistry
 from batonlm.core.routing.failures import Breaker, Breakers
@@ -117,6 +117,7 @@ class Worker(Generic[C]):
     """Whether it has said what adapters it has, which comes before its first load."""
     _snapshot: WorkerSnapshot | None = None
     _digests: frozenset[str] = frozenset()
+    _used: dict[str, AdapterDescription] = field(default_factory=dict)
     _described: dict[str, Any] = field(init=False)
     """The fields that every snapshot takes from the description."""
 
@@ -154,6 +155,7 @@ class Worker(Generic[C]):
             return
         self.adapters, self._listed = held, True
         self._digests = frozenset(each.digest for each in held.adapters)
+        self._used = {each.name: each for each in held.adapters if each.on_use}
         self._snapshot = None
         if first:
             registry.met(self.model.digest, held.adapters)
@@ -205,6 +207,8 @@ class Worker(Generic[C]):
             fresh_tokens=self.fresh_tokens,
             fresh_positions=self.fresh_positions,
             adapters=self._digests,
+            used_adapters=self._used,
+            loads_on_use=self.adapters.loads_on_use,
         )
 
 
