@@ -143,9 +143,12 @@ def released() -> Iterator[Release]:
         }  # fmt: skip
         cluster.kubectl("create", "-f", "-", text=json.dumps(body))
         release = Release(cluster, CPU_IMAGE, ENGINE_IMAGE, values=values())
-        release.install()
-        yield release
-        release.uninstall()
+        try:
+            release.install()
+            yield release
+        finally:
+            # Not all of it is in the namespace, whose end an APIService without a server holds up.
+            release.uninstall()
     finally:
         cluster.run("kubectl", "delete", "namespace", cluster.namespace, "--wait=false")
 
