@@ -206,10 +206,9 @@ def test_a_small_model_asks_a_large_one_here_or_elsewhere_or_answers_alone(
             eventually(comes, PATIENCE_S, f"{model} answers")
 
         answers(laptop, "second")
-        router = relay.router
-        relay.kill(router)
+        relay.kill(relay.router)
         answers(laptop, "one")
-        relay.wait_for_all(gone=router["pid"])
+        # Its supervisor starts it again.
         answers(laptop, "second")
         # Nothing restarts, and it is sure of everything.
         policy.write_text('{"kind": "logprob", "threshold": 0, "tokens": 4}')
