@@ -82,6 +82,10 @@ FIGURES = {
     "reality": Figure("bench reality"),
     "split": Figure("bench split"),
     "scaling": Figure("bench scaling", plot=True),
+    "planner": Figure(
+        "bench planner --trace {CONVERSATION} --hours 12 --rate 0.6 --most 12",
+        takes=("CONVERSATION",),
+    ),
     "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
     "chaos-routers": Figure("chaos run --schedule routers"),
     "chaos-partitions": Figure("chaos run --schedule partitions"),
