@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from batonlm.core.errors import InvalidArgument, Overloaded
-from batonlm.registry.cache import KEPT_S, fetched, in_use, whole
-from batonlm.registry.sources import FolderSource
+from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
+from batonlm.registry import cache as caching
+from batonlm.registry.cache import KEPT_S, fetched, in_use, opened, whole
+from batonlm.registry.sources import File, FolderSource
 
 SIZE = 10_000
 
@@ -108,6 +109,59 @@ def test_a_fetch_that_was_cut_short_makes_room_too(tmp_path: Path) -> None:
     (partial / ".baton.size").write_text(str(SIZE))
     assert whole(fetch(model(tmp_path / "b"), cache, 1))
     assert not partial.exists()
+
+
+def test_what_was_not_fetched_there_is_not_removed(tmp_path: Path) -> None:
+    """A model that somebody put beside, and the cache of adapters, which has a bound of its own."""
+    cache = tmp_path / "cache"
+    model(cache / "own")
+    adapter = fetch(model(tmp_path / "adapter"), cache / "adapters", 1)
+    a = fetch(model(tmp_path / "a"), cache, 1)
+    age(a, 20)
+    for each in (cache / "own", cache / "adapters"):
+        os.utime(each, (0, 0))
+    assert whole(fetch(model(tmp_path / "b"), cache, 1)) and not a.exists()
+    assert whole(adapter) and (cache / "own" / "model.safetensors").exists()
+
+
+class Slow(FolderSource):
+    """Takes so long to copy that its first use is long ago."""
+
+    def copy(self, file: File, into: Path) -> str:
+        age(into.parent / self.name, 2 * KEPT_S)
+        return super().copy(file, into)
+
+
+def test_what_took_long_to_fetch_was_just_used(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    model(tmp_path / "a")
+    a = fetch(Slow(tmp_path / "a"), cache, 1, KEPT_S)
+    with pytest.raises(Overloaded):
+        fetch(model(tmp_path / "b"), cache, 1, KEPT_S)
+    assert whole(a)
+
+
+def test_names_that_are_not_there_leave_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    for name in "ab":
+        with pytest.raises(Unavailable):
+            fetch(FolderSource(tmp_path / name), cache, 1)
+    assert not list(cache.iterdir())
+
+
+def test_a_model_that_made_room_before_it_was_opened_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = model(tmp_path / "a")
+    a = fetch(source, tmp_path / "cache", 1)
+
+    def fetched_and_lost(*_: object, **__: object) -> Path:
+        a.rename(tmp_path / "gone")
+        return a
+
+    monkeypatch.setattr(caching, "fetched", fetched_and_lost)
+    with ExitStack() as ends, pytest.raises(Unavailable, match="removed meanwhile"):
+        opened(source, tmp_path / "cache", lambda _: None, ends)
 
 
 CHANGES: dict[str, tuple[str, bytes | None, str]] = {

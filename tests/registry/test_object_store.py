@@ -158,6 +158,7 @@ def test_what_nobody_pushed_is_no_model(url: str, store: ObjectStore, tmp_path: 
         "", "[]", '{"files": []}', '{"files": 3}', "[" * 20_000,
         json.dumps({"files": [entry]}),
         json.dumps({"files": [{**entry, "name": "a\0.json"}]}),
+        json.dumps({"files": [{**entry, "name": "a.json", "size": float("inf")}]}),
         json.dumps({"files": [{**entry, "name": "a.json", "sha256": "short"}]}),
         json.dumps({"files": [{**entry, "name": "a.json"}] * 2}),
     ):  # fmt: skip

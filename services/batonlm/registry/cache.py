@@ -64,17 +64,20 @@ def fetched(
     into.mkdir(parents=True, exist_ok=True)
     name = source.name if weights else f"{source.name}.tokenizer"
     target = into / name
-    with suppress(OSError):
-        _used(target).touch()
+    if target.is_dir():
+        _touch_used(target)
     if _usable(target, source, weights):
         return target
+    # Asked before anything is written: whoever may choose names leaves nothing of those that are
+    # not there.
+    files = source.files(weights=weights)
+    if not files:
+        raise Unavailable("there is nothing that could be fetched")
     with _locked(into / f".{name}.lock", say, wait_s):
+        _touch_used(target)
         if _usable(target, source, weights):
             return target
         partial = into / f".{name}.partial"
-        files = source.files(weights=weights)
-        if not files:
-            raise Unavailable("there is nothing that could be fetched")
         partial.mkdir(exist_ok=True)
         for stray in {path.name for path in partial.glob("*.*")} - {file.name for file in files}:
             if (partial / stray).is_file():
@@ -93,6 +96,8 @@ def fetched(
             say(f"{name} was not whole, or is another model now: it is made again")
             _set_aside(target)
         os.replace(partial, target)
+        # It may have taken longer than kept_s.
+        _touch_used(target)
         return target
 
 
@@ -107,6 +112,8 @@ def opened(source: ModelSource, into: Path, say: Say, ends: ExitStack, **how: An
     except InvalidArgument as error:
         # Somebody else made room between both.
         raise Unavailable(error.message) from error
+    if not folder.is_dir():
+        raise Unavailable(f"{folder.name}: it was removed meanwhile")
     return folder
 
 
@@ -182,14 +189,22 @@ def _used(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.used"
 
 
+def _touch_used(folder: Path) -> None:
+    # A cache that this process may only read is nobody's to make room in.
+    with suppress(OSError):
+        _used(folder).touch()
+
+
 def _make_room(into: Path, own: str, most_bytes: int, kept_s: float) -> None:
     """Removes the models that were not used for the longest time until others than `own` have
-    most_bytes. Raises Overloaded if those that are in use are too large; then none is removed."""
+    most_bytes. Raises Overloaded if those that are in use are too large; then none is removed. What
+    was not fetched into the folder, such as adapters' own cache, neither counts nor is removed."""
     removable: list[tuple[float, int, Path]] = []
     total = 0
     for folder in into.iterdir():
         name = folder.name.removeprefix(".").removesuffix(".partial").removesuffix(".gone")
-        if name == own or not folder.is_dir():
+        begun = folder.name.startswith(".") and folder.name.endswith((".partial", ".gone"))
+        if name == own or not folder.is_dir() or not (begun or (folder / MANIFEST).is_file()):
             continue
         if folder.name.endswith(".gone"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -170,7 +170,7 @@ class ObjectSource:
         try:
             entries = json.loads(text)["files"]
             files = [File(str(e["name"]), int(e["size"]), str(e["sha256"])) for e in entries]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise self._malformed() from None
         sound = len({file.name for file in files}) == len(files) > 0 and all(
             _named(file) and file.size >= 0 and _SHA256.fullmatch(file.sha256) for file in files
