@@ -95,7 +95,7 @@ def test_states_are_swapped_and_forked(arch: str, saved: Callable[[str], Path]) 
 
 KEPT_AHEAD = [
     (arch, 2) if arch in FAST else pytest.param(arch, 2, marks=pytest.mark.deep)
-    for arch in ("lfm2", "jamba", "qwen3_next", "mamba2", "falcon_h1", "rwkv")
+    for arch in ("lfm2", "jamba", "qwen3_next", "mamba2", "falcon_h1", "minimax", "rwkv")
 ]
 """Each kind of state, with steps planned ahead."""
 LATER = 64

@@ -31,6 +31,9 @@ Held = Mapping[StateKey, torch.Tensor]
 class CacheOfItsOwn(Protocol):
     """How one model is given what a sequence has."""
 
+    stepwise: bool
+    """Whether the model takes up a state position by position, in one call."""
+
     def empty(self) -> dict[StateKey, torch.Tensor]:
         """The state before the first position, new."""
 
@@ -43,6 +46,8 @@ class CacheOfItsOwn(Protocol):
 
 class MiniMaxStates:
     """One tensor of each layer with linear attention, which MiniMax replaces."""
+
+    stepwise = True
 
     def __init__(self, network: Any):
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -77,6 +82,9 @@ class MiniMaxStates:
 
 class RwkvStates:
     """Five tensors of all layers, the last dimension; RWKV changes them in place."""
+
+    stepwise = False
+    """A first chunk is computed so, too."""
 
     def __init__(self, network: Any):
         self._network = network

@@ -443,7 +443,7 @@ class OwnBackend:
     ):
         self._own = own
         self.memory = KvCache(layout, num_blocks, block_size, device, dtype=dtype)
-        self.stepwise = own.stepwise
+        self.stepwise = own.stepwise or (own.cache is not None and own.cache.stepwise)
         self._front = layout.state_blocks(block_size) * block_size
         """Positions of a table before the sequence's first one."""
 
@@ -484,7 +484,7 @@ class OwnBackend:
         count, begun = len(chunk.token_ids), chunk.first_position
         ends = {copy.position - begun for copy in chunk.state_copies}
         cuts = [0, *sorted(ends | {count})]
-        if self.stepwise:
+        if self._own.stepwise:
             cuts = [*range(count + 1)] if begun else [0, *range(cuts[1], count + 1)]
         return [(start, end - start) for start, end in pairwise(cuts)]
 
