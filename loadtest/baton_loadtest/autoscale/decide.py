@@ -48,6 +48,8 @@ class PoolPlan:
         self._policy = policy
         self._ours: int | None = None
         """The size that the pool has by the last decision; None: nothing was decided yet."""
+        self._chosen: int | None = None
+        """What the last decision was."""
         self._by_hand_until = float("-inf")
         self._changed_at = float("-inf")
         self._needed: deque[tuple[float, int]] = deque()
@@ -60,8 +62,12 @@ class PoolPlan:
         while self._needed[0][0] < now - policy.cool_down_s:
             self._needed.popleft()
         if self._ours is not None and size != self._ours:
-            self._by_hand_until = now + HAND_S
-        self._ours = size
+            if size == self._chosen:
+                # It was carried out, though the answer that says so was lost.
+                self._changed_at = now
+            else:
+                self._by_hand_until = now + HAND_S
+        self._ours = self._chosen = size
         if now < self._by_hand_until:
             return Decision(size, f"kept at {size}, which somebody else has set")
         least = max(needed for _, needed in self._needed)
@@ -72,6 +78,7 @@ class PoolPlan:
             chosen = max(least, size - max(1, size // 4))
         if chosen == size:
             return Decision(size, f"kept at {size}: {reason}")
+        self._chosen = chosen
         return Decision(chosen, f"from {size} to {chosen}: {reason}")
 
     def done(self, now: float, size: int) -> None:

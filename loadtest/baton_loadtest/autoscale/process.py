@@ -21,7 +21,7 @@ from baton_loadtest.autoscale.decide import PoolPlan, PoolPolicy
 from baton_loadtest.autoscale.forecast import BUCKET_S, Forecast
 from baton_loadtest.autoscale.metrics_api import MetricsApi, MetricsServer
 from baton_loadtest.autoscale.readings import Reading, read
-from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
 from batonlm.core.routing.scaling import Bounds
 from batonlm.rpc import config, logs
 from batonlm.rpc.address import split
@@ -131,30 +131,38 @@ class Planner:
             self._forecast.see(start, rate)
 
     def look(self, now: float, reading: Reading) -> None:
-        """Decides with this reading. now: seconds since the epoch. Raises Unavailable."""
+        """Decides with this reading. now: seconds since the epoch. A pool about which the cluster
+        cannot be asked stays as it is, and holds up no other."""
         self.learn(self._arrivals.buckets(now, reading))
         growth, rate = self._growth(now)
+        expected = ""
+        if growth > 1.0:
+            expected = (
+                f", and {rate:.1f} requests/s are expected, {growth:.2f} times as many as now"
+            )
         for pool, plan in self._plans.items():
             key, _, role = pool.rpartition("-")
             asked = reading.target(role, self._models.get(key, ""), self._models.values())
             if asked is None:
                 continue
-            size = self._pools.size(pool)
             # Half a worker more than routers ask for is none: they leave room already.
             need = round(asked * growth)
-            reason = f"routers ask for {asked:.0f}"
-            if growth > 1.0:
-                reason += (
-                    f", and {rate:.1f} requests/s are expected, {growth:.2f} times as many as now"
-                )
-            decision = plan.decide(now, size, need, reason)
-            if decision.size == size:
-                log.debug("%s %s", pool, decision.why)
-            elif self._dry_run:
-                log.info("would scale %s %s", pool, decision.why)
-            elif self._pools.resize(pool, size, decision.size, decision.why):
-                plan.done(now, decision.size)
-                log.info("scaled %s %s", pool, decision.why)
+            try:
+                self._decide(pool, plan, now, need, f"routers ask for {asked:.0f}{expected}")
+            except Unavailable as error:
+                log.warning("%s", error.message)
+
+    def _decide(self, pool: str, plan: PoolPlan, now: float, need: int, reason: str) -> None:
+        """Raises Unavailable."""
+        size = self._pools.size(pool)
+        decision = plan.decide(now, size, need, reason)
+        if decision.size == size:
+            log.debug("%s %s", pool, decision.why)
+        elif self._dry_run:
+            log.info("would scale %s %s", pool, decision.why)
+        elif self._pools.resize(pool, size, decision.size, decision.why):
+            plan.done(now, decision.size)
+            log.info("scaled %s %s", pool, decision.why)
 
     def _growth(self, now: float) -> tuple[float, float]:
         """Returns what is expected by the time that a new worker has started, by what comes now (1

@@ -13,7 +13,7 @@ from baton_loadtest.autoscale.decide import PoolPolicy
 from baton_loadtest.autoscale.forecast import BUCKET_S
 from baton_loadtest.autoscale.process import ArrivalRate, Planner, PlannerConfig
 from baton_loadtest.autoscale.readings import Reading, read, reading_of
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, Unavailable
 from batonlm.core.routing.scaling import Bounds
 from batonlm.router.observe.gauges import POOL_TARGETS
 from batonlm.rpc.metrics import REQUESTS_OPEN, gauge
@@ -21,13 +21,18 @@ from batonlm.rpc.metrics import REQUESTS_OPEN, gauge
 
 @dataclass
 class InMemory:
-    """Pools that are not on a cluster. taken: another writer is always quicker."""
+    """Pools that are not on a cluster. taken: another writer is always quicker. gone: pools that
+    the cluster does not know. cut: answers to what is written are lost."""
 
     sizes: dict[str, int]
     said: list[str] = field(default_factory=list)
     taken: bool = False
+    gone: frozenset[str] = frozenset()
+    cut: bool = False
 
     def size(self, role: str) -> int:
+        if role in self.gone:
+            raise Unavailable("The cluster's API answers 404.")
         return self.sizes[role]
 
     def resize(self, role: str, before: int, after: int, why: str) -> bool:
@@ -35,6 +40,8 @@ class InMemory:
         if self.taken:
             return False
         self.sizes[role] = after
+        if self.cut:
+            raise Unavailable("The cluster's API cannot be asked.")
         self.said.append(f"{role} {why}")
         return True
 
@@ -98,6 +105,27 @@ def test_whoever_was_quicker_is_not_overwritten() -> None:
     one.look(5.0, reading(1, 4))
     one.look(100.0, reading(1, 1))
     assert pools.sizes == {"decode": 7}
+
+
+def test_a_pool_that_is_gone_holds_up_no_other() -> None:
+    pools = InMemory({"prefill": 1, "decode": 2}, gone=frozenset({"prefill"}))
+    planner(pools).look(0.0, reading(4, 4))
+    assert pools.sizes == {"prefill": 1, "decode": 4}
+
+
+def test_a_size_of_its_own_is_not_taken_for_somebody_elses_when_the_answer_is_lost() -> None:
+    pools = InMemory({"decode": 2}, cut=True)
+    one = planner(pools)
+    one.look(0.0, reading(1, 4))
+    assert pools.sizes == {"decode": 4} and not pools.said
+    pools.cut = False
+    one.look(5.0, reading(1, 8))
+    assert pools.sizes == {"decode": 8}
+    # It is a change as others are: the pool does not shrink within the cool-down behind it.
+    one, pools = planner(other := InMemory({"decode": 8}, cut=True)), other
+    for at in (0.0, 61.0, 66.0):
+        one.look(at, reading(1, 8 if not at else 1))
+    assert pools.sizes == {"decode": 6}, "once, and not again 5 s later"
 
 
 def test_a_new_planner_takes_pools_as_they_are() -> None:
