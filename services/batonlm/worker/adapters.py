@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,8 +39,11 @@ MAX_ADAPTERS = 4096
 """Names on one worker: bounds what every router keeps of it."""
 MAX_PATH = 1024
 """Letters of the path below the folder, which every router keeps, too."""
-COPIES = 4
-"""Adapters of an object store that are fetched at once."""
+MAX_CHANGES = 256
+"""Loads that are under way or wait; more are refused."""
+FINDS = 4
+"""Adapters that are looked for, or fetched, at once. Each takes a thread of those that seal and
+verify KV, too, so that a store that hangs must not get all of them."""
 CACHE_BYTES = 8 << 30
 """Of those that are kept on the disk. They are read from there once."""
 
@@ -59,7 +61,6 @@ class AdapterFolder:
         self._stored = where.rstrip("/") if in_object_store(where) else ""
         self._local = Path(where).resolve() if where and not self._stored else None
         self._cache = cache
-        self._fetching = threading.Semaphore(COPIES)
 
     def find(self, path: str, ends: ExitStack) -> tuple[Path, str]:
         """As `Find`. Raises InvalidArgument (`path`) for what is not below the folder, wherever
@@ -99,23 +100,22 @@ class AdapterFolder:
             source = object_source(f"{self._stored}/{path}")
         except InvalidArgument:
             raise _outside() from None
-        with self._fetching:
-            try:
-                return opened(
-                    source,
-                    self._cache,
-                    lambda text: log.info("adapter %s: %s", path, text),
-                    ends,
-                    most_bytes=CACHE_BYTES,
-                    # It is read at once, by the process that fetches it.
-                    kept_s=0.0,
-                )
-            except InvalidArgument as error:
-                log.warning("adapter %s: %s", path, error.message)
-                raise _absent() from None
-            except (Unavailable, Overloaded) as error:
-                log.warning("adapter %s: %s", path, error.message)
-                raise Unavailable("This adapter could not be fetched.") from None
+        try:
+            return opened(
+                source,
+                self._cache,
+                lambda text: log.info("adapter %s: %s", path, text),
+                ends,
+                most_bytes=CACHE_BYTES,
+                # It is read at once, by the process that fetches it.
+                kept_s=0.0,
+            )
+        except InvalidArgument as error:
+            log.warning("adapter %s: %s", path, error.message)
+            raise _absent() from None
+        except (Unavailable, Overloaded) as error:
+            log.warning("adapter %s: %s", path, error.message)
+            raise Unavailable("This adapter could not be fetched.") from None
 
 
 def _outside() -> InvalidArgument:
@@ -143,6 +143,8 @@ class WorkerAdapters:
         self._folder = folder
         self._on_use = on_use
         self._changing = asyncio.Lock()
+        self._finding = asyncio.Semaphore(FINDS)
+        self._num_changes = 0
         self._held: dict[str, AdapterDescription] = {}
         self._version = int(on_use)
 
@@ -224,15 +226,23 @@ class WorkerAdapters:
         check_adapter_name(name)
         if name == self._runner.model.name:
             raise InvalidArgument("This is the model's own name.", field="name")
+        if self._num_changes >= MAX_CHANGES:
+            raise Overloaded("Too many adapters are being loaded here.")
+        self._num_changes += 1
         # A caller that leaves does not stop a change halfway.
         change = asyncio.ensure_future(self._change(name, find, digest, replace_other, on_use))
+        change.add_done_callback(self._changed)
         return await to_end(change)
+
+    def _changed(self, _: object) -> None:
+        self._num_changes -= 1
 
     async def _change(
         self, name: str, find: Find, digest: str, replace_other: bool, on_use: bool
     ) -> AdapterDescription:
         with ExitStack() as ends:
-            folder, path = await asyncio.to_thread(find, ends)
+            async with self._finding:
+                folder, path = await asyncio.to_thread(find, ends)
             async with self._changing:
                 known = self._held.get(name)
                 if known is None and len(self._held) >= MAX_ADAPTERS and not await self._evict():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,10 +11,12 @@ from pathlib import Path
 import obstore
 import pytest
 
-from batonlm.core.errors import InvalidArgument, NotFound
+from batonlm.core.errors import InvalidArgument, NotFound, Overloaded
 from batonlm.registry.object_store import ObjectSource
-from batonlm.worker.adapters import MAX_PATH, AdapterFolder
+from batonlm.worker.adapters import FINDS, MAX_CHANGES, MAX_PATH, AdapterFolder, WorkerAdapters
+from tests.engine.engine_thread import Heard, Runner, running
 from tests.registry.seaweed import ObjectStore, known, serving
+from tests.services.router.conftest import until
 
 
 @pytest.fixture
@@ -33,6 +37,47 @@ def test_paths_that_every_router_would_keep_are_bounded(tmp_path: Path, ends: Ex
         with pytest.raises((InvalidArgument, NotFound)):
             folder.find(path, ends)
     assert folder.relative(deep) == "", "it cannot be loaded again by that path"
+
+
+class HangingFolder(AdapterFolder):
+    """In a store that takes requests and does not answer."""
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(str(where))
+        self.looking = 0
+        self.answers = threading.Event()
+
+    def find(self, path: str, ends: ExitStack) -> tuple[Path, str]:
+        self.looking += 1
+        assert self.answers.wait(120)
+        return super().find(path, ends)
+
+
+async def test_a_store_that_hangs_leaves_threads_to_others(tmp_path: Path) -> None:
+    """And what waits for it is bounded."""
+    folder = HangingFolder(tmp_path)
+    for place in range(MAX_CHANGES):
+        (tmp_path / f"a{place}").mkdir()
+        (tmp_path / f"a{place}" / "matrices").write_bytes(b"%d" % place)
+    runner = Runner()
+    async with running(runner, Heard()) as engine:
+        adapters = WorkerAdapters(engine, runner, folder, on_use=True)
+        uses = [
+            asyncio.ensure_future(adapters.load_used(f"a{place}")) for place in range(MAX_CHANGES)
+        ]
+        try:
+            await until(lambda: folder.looking >= FINDS)
+            with pytest.raises(Overloaded):
+                await adapters.load_used("one-more")
+            async with asyncio.timeout(60):
+                assert await asyncio.to_thread(lambda: "sealed") == "sealed"
+            assert folder.looking == FINDS
+        finally:
+            folder.answers.set()
+        await asyncio.gather(*uses)
+        assert len(adapters.held.adapters) == MAX_CHANGES
+        with pytest.raises(NotFound):
+            await adapters.load_used("one-more")
 
 
 @pytest.fixture(scope="module")
