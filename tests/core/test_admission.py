@@ -409,6 +409,18 @@ def test_a_clients_own_fault_is_not_refunded_and_what_was_encoded_is_paid_for() 
             assert retry_s == min(60.0, (1000 - left) / 100 * 1.5)
 
 
+def test_output_beyond_the_longest_that_was_known_is_paid_for() -> None:
+    """Of a model at another Baton nothing is known beforehand."""
+    tenant = Tenant("far", tokens_per_minute=6000)
+    let_in = admission()
+    grant = enter(let_in, ask(tenant), NOWHERE, 100.0, 0.0)
+    grant.settle(10, 1, NOWHERE, 100.0, 0.0)
+    grant.placed()
+    grant.release(2000, 0.0, finished=True)
+    assert refused(let_in, ask(tenant)).limit is Limit.TOKEN_RATE
+    enter(let_in, ask(tenant), NOWHERE, 100.0, 12.0)
+
+
 def test_what_a_tokenizer_began_and_refused_is_paid_for_by_what_it_had_to_be_taken_for() -> None:
     tenant = Tenant("faulty", tokens_per_minute=6000)
     let_in = admission()

@@ -122,6 +122,29 @@ async def test_the_other_baton_answers_what_is_hard_and_the_tenant_pays(
         await until(cluster.nothing_left)
 
 
+@pytest.mark.deep
+async def test_an_answer_without_a_limit_is_charged_by_its_length(
+    world: World, cluster: World
+) -> None:
+    """How long it may become is known there only."""
+    hard = ask("v" * 500, max_tokens=None, n=8)
+    at_once = Policy(PolicyKind.CLASSIFIER, 2.0, weights=(0.0,))
+    async with served(cluster) as address:
+        await laptop(world, address)
+        cascade = Cascade("large", at_once, Upstream(address))
+        world.aliases["auto"] = Alias((("small", 1),), cascade=cascade)
+        prompt = (await world.ask(hard)).accepted.prompt_tokens
+        # Ten seconds' worth is there at first: enough for two prompts, and not for an answer, too,
+        # which leaves a debt of half a minute.
+        hard = replace(hard, tenant=Tenant("one", tokens_per_minute=6 * (2 * prompt + 100)))
+        assert (await world.ask(hard)).texts == dict.fromkeys(range(8), "v" * 500)
+        with pytest.raises(BatonError, match="tokens per minute"):
+            await world.ask(hard)
+        assert answered(world) == (0, 2)
+    await until(world.nothing_left)
+    await until(cluster.nothing_left)
+
+
 async def test_all_that_is_asked_arrives(world: World, cluster: World) -> None:
     """And the answer has all of it: choices, log-probabilities, calls."""
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'

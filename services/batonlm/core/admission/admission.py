@@ -526,7 +526,8 @@ class AdmissionCharge:
         admission, ask = self._admission, self._ask
         if self._was_placed:
             used = self._prompt + output
-            unused = max(0, self._charged - used)
+            # Negative where the longest output was not known, as of a model at another Baton.
+            unused = self._charged - used
         else:
             pays = ask.choices or ask.encodes
             used = self._encoded if at_fault or (finished and pays) else 0
