@@ -34,7 +34,8 @@ from tests.engine.machines import (
 from tests.engine.test_parity import expected
 from tests.engine.tiny_models import VOCAB
 
-pytestmark = [pytest.mark.deep, needs_root]
+# A test waits while another process has the second machine.
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900), needs_root]
 
 PATIENCE_S = 120.0
 BLOCKS = 6

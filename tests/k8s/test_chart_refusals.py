@@ -227,6 +227,12 @@ SENTENCES: Sequence[tuple[str, str]] = [
         "models.large.decode.gpu.count is 4, but models.large.decode.config makes 1 ranks",
     ),
     (
+        "fullnameOverride=a-release-whose-name-is-of-38-letters,models.large.model.name=m,"
+        "models.large.prefill.machines.count=2,models.large.prefill.machines.tokenSecret=s,"
+        "models.large.prefill.config.pipeline_parallel=2",
+        "fullnameOverride must be shorter: models.large.prefill.machines.count is 2",
+    ),
+    (
         "models.large.model.name=m,models.large.decode.terminationGracePeriodSeconds=30",
         "models.large.decode.terminationGracePeriodSeconds is 30",
     ),

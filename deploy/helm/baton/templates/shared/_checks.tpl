@@ -167,6 +167,11 @@
 {{- if and (gt $machines 1) (not $c.machines.tokenSecret) (not $c.machines.rayAddress) -}}
 {{- fail (printf "%s.machines.count is %d, which needs %s.machines.tokenSecret: a Secret whose entry token is what a group's machines show each other, 16 characters or more; or %s.machines.rayAddress." .at $machines .at .at) -}}
 {{- end -}}
+{{- /* A StatefulSet of each group has its number behind the name, and the hash of a revision behind that, as a label. */ -}}
+{{- $name := include "baton.componentName" . -}}
+{{- if and (gt $machines 1) (gt (len $name) 49) -}}
+{{- fail (printf "fullnameOverride must be shorter: %s.machines.count is %d, and the groups of %s could get no pods, whose labels take 63 characters: 49 for this name, which has %d." .at $machines $name (len $name)) -}}
+{{- end -}}
 {{- $ranks := div (mul ($c.config.tensor_parallel | default 1) $stages) $machines | int -}}
 {{- if and $c.gpu.count (ne (int $c.gpu.count) $ranks) -}}
 {{- fail (printf "%s.gpu.count is %d, but %s.config makes %d ranks of a machine (tensor_parallel x pipeline_parallel / machines.count): each computes on one GPU." .at (int $c.gpu.count) .at $ranks) -}}
