@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import obstore
@@ -202,6 +203,36 @@ def test_who_may_not_read_it_is_refused(
     assert fetch(url, tmp_path / "cache") == found, "what is here is used without the store"
     with pytest.raises(Unavailable, match="does not answer"):
         fetch(url, tmp_path / "other")
+
+
+class NoBucket(BaseHTTPRequestHandler):
+    """Answers as S3 does where there is no such bucket; the server of these tests makes it."""
+
+    def _refuse(self) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        text = b"<Error><Code>NoSuchBucket</Code></Error>"
+        self.send_response(404)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_PUT = do_POST = _refuse
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_bucket_that_is_not_there_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoBucket) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        try:
+            with pytest.raises(Unavailable, match="the bucket of s3://absent/a is not there"):
+                ObjectSource("s3://absent/a").push(folder, quiet)
+        finally:
+            server.shutdown()
 
 
 def test_the_commands(url: str, store: ObjectStore, folder: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class ObjectSource:
         text = json.dumps({"files": entries}, indent=1) + "\n"
         import obstore
 
-        with self._asked() as store:
+        with self._asked("the bucket") as store:
             for file in files:
                 say(f"{file.name}, {file.size / 1e6:.1f} MB")
                 obstore.put(store, file.name, folder / file.name)
@@ -183,9 +183,9 @@ class ObjectSource:
         return InvalidArgument(f"the manifest of {self._url} is no manifest", field="model")
 
     @contextmanager
-    def _asked(self, name: str = "") -> Iterator[Any]:
-        """The store, of whose errors those are raised again that say something. Raises
-        FileNotFoundError for an object that is not there, unless it is a file of the manifest."""
+    def _asked(self, name: str) -> Iterator[Any]:
+        """The store, of whose errors those are raised again that say something. name: of what is
+        asked for. Raises FileNotFoundError for a manifest that is not there."""
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
         try:
@@ -197,7 +197,7 @@ class ObjectSource:
                 field="model",
             ) from None
         except FileNotFoundError:
-            if name in ("", MANIFEST):
+            if name == MANIFEST:
                 raise
             raise Unavailable(f"{name} of {self._url} is not there") from None
         except (BaseError, ValueError) as error:
