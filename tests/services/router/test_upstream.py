@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from batonlm.cli.main import main
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import BatonError
+from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.request.request import (
     ChatPrompt,
     Grammar,
@@ -276,6 +276,28 @@ async def test_a_key_comes_from_a_file(
         check(await world.ask(ask(UNSURE)), UNSURE, "large")
         key.unlink()
         check(await world.ask(ask(UNSURE)), UNSURE, "small")
+
+
+async def test_a_key_that_is_refused_is_not_its_clients(
+    world: World, cluster: World, tmp_path: Path
+) -> None:
+    """Where there is no small model either, clients are told that, and not that their key is
+    wrong."""
+    keys, key = tmp_path / "keys.json", tmp_path / "key"
+    key.write_text("baton-no-such-key\n")
+    assert main(["keys", "new", "--tenant", "laptop", str(keys)]) == 0
+    async with served(cluster, keys=keys) as address:
+        workers_of(world, "small", digest="d1", tokenizer="t1")
+        world.aliases["auto"] = Alias(
+            (("small", 1),),
+            cascade=Cascade("large", LOGPROB, Upstream(address, key_file=str(key))),
+        )
+        await world.run(replace(CONFIG, wait_timeout_s=0.2))
+        await world.decodes[0].kill()
+        await until(lambda: world.met()["decode"] == 0)
+        with pytest.raises(Unavailable):
+            await world.ask(ask(UNSURE))
+    await until(world.nothing_left)
 
 
 @pytest.mark.parametrize("closes", [True, False], ids=["its client", "its router"])

@@ -32,6 +32,8 @@ _NO_SMALL_MODEL = frozenset(
     (Reason.UNAVAILABLE, Reason.OVERLOADED, Reason.INTERNAL, Reason.CONTEXT_LENGTH_EXCEEDED)
 )
 """Why the small model does not begin, though the large one might."""
+_NOT_OF_CLIENTS = frozenset((Reason.UNAUTHENTICATED, Reason.MODEL_NOT_FOUND))
+"""Why the large model cannot be asked, where it is the operator who chose its name, and its key."""
 
 
 class Cascades:
@@ -89,7 +91,13 @@ class Cascades:
                 raise
             if not self._fits(request, None, cascade):
                 raise
-            stream = await self._large(name, cascade, request, None, arrival)
+            try:
+                stream = await self._large(name, cascade, request, None, arrival)
+            except BatonError as failure:
+                if failure.reason not in _NOT_OF_CLIENTS:
+                    raise
+                log.warning("%s: its large model cannot be asked: %s", name, failure.message)
+                raise error from failure
             self._metrics.answered(name, "large")
             return stream
         try:
