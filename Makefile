@@ -70,12 +70,12 @@ test-deep: install ## What the default tests leave out: every architecture, whol
 	@BATON_DEEP=1 $(BIN)/python -m pytest -q $(TOGETHER) \
 		-m '(deep or hypothesis) and not (slow or chaos or k8s or gpu or browser or clients or edge)'
 
-test-chaos: install ## Tests that kill real processes, without the long ones
-	@$(BIN)/python -m pytest -q $(TOGETHER) -m 'chaos and not slow'
+test-chaos: install ## Tests that kill real processes, without the long ones: one by one, for some of them judge who is silent
+	@$(BIN)/python -m pytest -q -m 'chaos and not slow'
 
-test-all: install ## The default, deep and chaos tests in one run, as CI does: it collects once, and waits of some are filled by others
+test-all: install ## The default and deep tests in one run, as CI does: it collects once, and waits of some are filled by others
 	@BATON_DEEP=1 $(BIN)/python -m pytest -q $(TOGETHER) --durations 40 --durations-min 10 \
-		-m 'not (slow or k8s or gpu or browser or clients or edge)'
+		-m 'not (slow or chaos or k8s or gpu or browser or clients or edge)'
 
 test-slow: install ## Tests that take long
 	@$(BIN)/python -m pytest -q -m 'slow and not k8s'

@@ -87,7 +87,7 @@ START_S = 30.0
 RETRY_AFTER_S = 1.0
 _CLOCK_PER_CPU = 10.0
 _SLACK_S = 1.0
-"""The wall-clock limit is this plus _CLOCK_PER_CPU times the CPU time, so that a busy machine
+"""A chat's wall-clock limit is this plus _CLOCK_PER_CPU times the CPU time, so that a busy machine
 renders the same chats as an idle one."""
 BASE_MEMORY_BYTES = 1 << 28
 MEMORY_PER_CHARACTER = 48
@@ -162,23 +162,24 @@ class Renderers:
     """The processes that render nothing now."""
 
     def try_setup(self, setup: Setup) -> None:
-        """Raises InvalidArgument (`template`) for a broken template."""
-        self._ask(setup, None)
+        """Raises InvalidArgument (`template`) for a broken template. Waits longer than `render`:
+        all of a machine may be starting."""
+        self._ask(setup, None, START_S)
 
     def render(self, setup: Setup, chat: ChatPrompt) -> Reply:
         """Renders a chat. Raises InvalidArgument naming the invalid field, Overloaded when the
         machine is too busy, or Unavailable when no process can be started."""
-        return self._ask(setup, chat)
+        return self._ask(setup, chat, _SLACK_S)
 
     def close(self) -> None:
         while self.idle:
             self.idle.pop().child.end()
 
-    def _ask(self, setup: Setup, chat: ChatPrompt | None) -> Reply:
+    def _ask(self, setup: Setup, chat: ChatPrompt | None, slack_s: float) -> Reply:
         renderer = self._free()
         known, renderer.setup = renderer.setup, setup
         line = _encode(RenderJob(None if known is setup else setup, chat)) + b"\n"
-        answer = renderer.child.ask(line, _SLACK_S + _CLOCK_PER_CPU * self.cpu_s)
+        answer = renderer.child.ask(line, slack_s + _CLOCK_PER_CPU * self.cpu_s)
         if answer is None:
             raise _said_by(renderer.child)
         self.idle.append(renderer)

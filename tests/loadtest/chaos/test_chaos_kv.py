@@ -36,7 +36,7 @@ def test_damage_between_processes_is_found(tmp_path: Path) -> None:
     assert found["the next hand-over brought every byte"]["value"] == 32
 
 
-@pytest.mark.deep
+@pytest.mark.chaos
 def test_damage_in_a_devices_buffers_is_found(tmp_path: Path) -> None:
     words = ("--memory", "device", "--count", "22", "--requests", "0")
     found = chaos(tmp_path, "corruptions", *words)
