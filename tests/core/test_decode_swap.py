@@ -130,6 +130,47 @@ def test_kv_that_does_not_come_back_is_computed_again() -> None:
             assert outputs.of(one) == expected(one)
 
 
+@pytest.mark.parametrize(
+    ("host", "state"), [(40, SequenceState.SWAPPED), (12, SequenceState.QUEUED)]
+)
+def test_kv_that_does_not_come_back_is_no_fault_of_one_that_was_preempted_again(
+    host: int, state: SequenceState
+) -> None:
+    """It was before the step that should have brought it was done. What is moved out then, if
+    there is room for it, is nobody's KV."""
+    loop = decode_loop(24, TIGHT, num_swap_blocks=(host, 0), lost_swap_blocks=range(host), depth=2)
+    # Whose rows there always are, so that steps are made in which something is only moved.
+    beside = attempt("beside", size=2, seed=5, max_tokens=40)
+    low = attempt("low", size=40, max_tokens=20, priority=2)
+    high = attempt("high", size=40, seed=1, max_tokens=4, priority=1)
+    higher = attempt("higher", size=40, seed=2, max_tokens=4, priority=1)
+    outputs = Outputs()
+    loop.scheduler.add(beside, 0.0)
+    loop.scheduler.add(low, 0.0)
+    while len(outputs.tokens.get(low.keys()[0], ())) < 4:
+        outputs.take(loop.step(0.0))
+    loop.scheduler.add(high, 0.0)
+    while (plan := loop.plan(0.0)) is None or not plan.swap_in:
+        if plan is not None:
+            loop.submit(plan)
+        if plan is None or not loop.has_room:
+            outputs.take(loop.apply(loop.collect()[1], 0.0))
+    loop.submit(plan)
+    loop.scheduler.add(higher, 0.0)
+    if not loop.has_room:
+        outputs.take(loop.apply(loop.collect()[1], 0.0))
+    plan = loop.plan(0.0)
+    assert plan is not None and states(loop)["low"] is state
+    loop.submit(plan)
+    events = run_out(loop)
+    assert not [event for event in events if isinstance(event, AttemptFailed)]
+    outputs.take(events)
+    for one in (beside, low, high, higher):
+        assert outputs.of(one) == expected(one)
+    loop.idle_check()
+    assert loop.scheduler.load.swap_free == (host, 0)
+
+
 def test_a_token_in_flight_counts_though_its_sequence_was_swapped_meanwhile() -> None:
     loop = swap_loop(40, depth=2)
     penalty = SamplingParams(presence_penalty=0.5)

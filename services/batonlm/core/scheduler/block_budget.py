@@ -192,12 +192,21 @@ class BlockBudget:
     def dropped(self) -> None:
         """There is nothing to compute, so nothing is moved: what was swapped is computed again."""
         for group in self._swapped:
-            assert group.stored is not None
-            self.preemptions[f"swap_{group.stored.place.value}"] -= 1
-            self.preemptions[RECOMPUTE] += 1
-            self._sequences.drop_stored(group)
+            self._compute_again(group)
         self._swapped.clear()
         self.swapping.dropped()
+
+    def forget(self, sequence: Sequence) -> None:
+        """What swap memory keeps of a preempted sequence, if it does, is worth nothing."""
+        group = self._sequences.group_of(sequence)
+        if group is not None and group.stored is not None:
+            self._compute_again(group)
+
+    def _compute_again(self, group: SequenceGroup) -> None:
+        assert group.stored is not None
+        self.preemptions[f"swap_{group.stored.place.value}"] -= 1
+        self.preemptions[RECOMPUTE] += 1
+        self._sequences.drop_stored(group)
 
     def _victims(self) -> list[Sequence | SequenceGroup]:
         """All that could be preempted. What arrives from another worker, or is kept for one, could

@@ -715,13 +715,17 @@ class Scheduler:
 
     def _without_token(self, sequence: Sequence, launched: _LaunchedStep, now: float) -> None:
         """Its KV could not be brought back, so it is computed again; or its own input is bad."""
-        if sequence.id in launched.restored and sequence.state is SequenceState.RUNNING:
-            self._budget.preempt(sequence, now, may_swap=False)
-            sequence.lost = sequence.in_flight > 0
-        elif sequence.id in launched.restored and sequence.state is SequenceState.HELD:
+        if sequence.id not in launched.restored:
+            self._fail(sequence, sequence.without_token())
+        elif sequence.state is SequenceState.HELD:
             self._fail(sequence, HandoverFailed("The KV to hand over could not be brought back."))
         else:
-            self._fail(sequence, sequence.without_token())
+            if sequence.state is SequenceState.RUNNING:
+                self._budget.preempt(sequence, now, may_swap=False)
+            else:
+                # It was preempted again before this was known.
+                self._budget.forget(sequence)
+            sequence.lost = sequence.in_flight > 0
 
     def _report_held(self, sequences: Iterable[Sequence]) -> None:
         """Of these, those that are held and whose launched steps are done."""

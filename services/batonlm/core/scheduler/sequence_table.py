@@ -150,6 +150,10 @@ class SequenceTable:
         first = next(iter(self._attempts.get(key, {}).values()), None)
         return None if first is None else self._group_of.get(first.id)
 
+    def group_of(self, sequence: Sequence) -> SequenceGroup | None:
+        """The group that a sequence is part of, as while it waits."""
+        return self._group_of.get(sequence.id)
+
     def reserved(self, key: AttemptKey) -> SequenceGroup:
         """Raises NotFound for an attempt that is not reserved here (any more)."""
         group = self.arriving.get(key)
