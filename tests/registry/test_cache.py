@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -139,6 +140,26 @@ def test_what_took_long_to_fetch_was_just_used(tmp_path: Path) -> None:
     with pytest.raises(Overloaded):
         fetch(model(tmp_path / "b"), cache, 1, KEPT_S)
     assert whole(a)
+
+
+class Counted(FolderSource):
+    """While it is copied, another process begins to count what is in the cache."""
+
+    def copy(self, file: File, into: Path) -> str:
+        self.counting = (into.parent / ".room.lock").open("w")
+        fcntl.flock(self.counting, fcntl.LOCK_EX)
+        return super().copy(file, into)
+
+
+def test_no_model_changes_its_name_while_room_is_made(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"weights")
+    source, cache = Counted(tmp_path / "a"), tmp_path / "cache"
+    with pytest.raises(Unavailable, match="another process"):
+        fetched(source, cache, lambda _: None, wait_s=0.0, most_bytes=1000)
+    assert [each.name for each in cache.iterdir() if each.is_dir()] == [f".{source.name}.partial"]
+    source.counting.close()
+    assert whole(fetch(FolderSource(tmp_path / "a"), cache, 1))
 
 
 def test_names_that_are_not_there_leave_nothing(tmp_path: Path) -> None:

@@ -92,10 +92,14 @@ def fetched(
         shutil.rmtree(partial / ".cache", ignore_errors=True)
         (partial / _SIZE).unlink(missing_ok=True)
         _write_manifest(partial, copied)
-        if target.exists():
-            say(f"{name} was not whole, or is another model now: it is made again")
-            _set_aside(target)
-        os.replace(partial, target)
+        with ExitStack() as room:
+            if most_bytes:
+                # Whoever makes room would find it under neither name.
+                room.enter_context(_locked(into / ".room.lock", say, wait_s))
+            if target.exists():
+                say(f"{name} was not whole, or is another model now: it is made again")
+                _set_aside(target)
+            os.replace(partial, target)
         # It may have taken longer than kept_s.
         _touch_used(target)
         return target
