@@ -90,7 +90,8 @@ async def test_each_model_answers_by_its_name_from_its_own_pods(other: Release) 
             before = {each: decoded(other, each) for each in (pool, idle)}
             assert await answer(asking, name) == said
             assert decoded(other, pool) > before[pool]
-            assert decoded(other, idle) == before[idle]
+            # Its pod may leave meanwhile.
+            assert decoded(other, idle) <= before[idle]
 
 
 async def test_a_model_goes_to_nothing_and_its_first_requests_wait_for_it(other: Release) -> None:
