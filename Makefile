@@ -34,7 +34,7 @@ CHART_KEY ?=
 CHART_KEYRING ?=
 
 # Measures figures of docs/benchmarks by name, all of them without one, and writes the tables.
-FIGURES = TRACE="$(TRACE)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
+FIGURES = TRACE="$(TRACE)" CONVERSATION="$(CONVERSATION)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test test-deep test-all fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
