@@ -206,6 +206,12 @@ def test_a_small_model_asks_a_large_one_here_or_elsewhere_or_answers_alone(
             eventually(comes, PATIENCE_S, f"{model} answers")
 
         answers(laptop, "second")
+        # The cluster's own file, which its next router begins with.
+        margin = tmp_path / "margin.json"
+        margin.write_text('{"kind": "margin", "threshold": 2, "tokens": 4}')
+        own = Path(relay.environment["XDG_STATE_HOME"]) / "aliases.json"
+        own.unlink()
+        assert relay.baton("route", str(own), *route[2:-1], str(margin)).returncode == 0
         relay.kill(relay.router)
         answers(laptop, "one")
         # Its supervisor starts it again.
@@ -215,10 +221,6 @@ def test_a_small_model_asks_a_large_one_here_or_elsewhere_or_answers_alone(
         assert relay.baton(*route, *upstream).returncode == 0
         answers(laptop, "one")
         # Both models at one router.
-        policy.write_text('{"kind": "margin", "threshold": 2, "tokens": 4}')
-        own = Path(relay.environment["XDG_STATE_HOME"]) / "aliases.json"
-        own.unlink()
-        assert relay.baton("route", str(own), *route[2:]).returncode == 0
         answers(relay, "second")
     finally:
         laptop.close()
