@@ -24,7 +24,7 @@ from tests.k8s.charts import (
 pytestmark = pytest.mark.k8s
 
 TCP, RDMA = CHART / "values-gpu-tcp.yaml", CHART / "values-gpu-rdma.yaml"
-NOT_RESTRICTED = {"gpu-rdma-values", "everything-values", "elsewhere-values"}
+NOT_RESTRICTED = {"gpu-rdma-values", "everything-values", "elsewhere-values", "models-values"}
 ADMITTED = [CPU, TCP, *(path for path in VALUES_FILES if path.stem not in NOT_RESTRICTED)]
 
 
