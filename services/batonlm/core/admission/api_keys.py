@@ -24,6 +24,7 @@ from typing import Any
 from batonlm.core.admission.tenants import ANY_ADAPTER, AdapterLimits, Tenant
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.validation import check_adapter_name
+from batonlm.core.routing.documents import checked_object
 
 PREFIX = "baton-"
 KEY_BYTES = 32
@@ -151,9 +152,7 @@ def parse(text: str) -> KeyBook:
     except (ValueError, RecursionError):
         raise InvalidArgument("is not JSON", field="keys") from None
     whole = _table(document, "the document", ("salt", "tenants", "keys"))
-    tenants = whole.get("tenants", {})
-    if not isinstance(tenants, dict):
-        raise InvalidArgument("must be an object", field="tenants")
+    tenants = checked_object(whole.get("tenants", {}), "tenants")
     book = KeyBook(
         salt=_hex(whole.get("salt"), "salt", SALT_BYTES),
         tenants={checked_name(name): parse_limits(name, entry) for name, entry in tenants.items()},
@@ -194,9 +193,7 @@ def parse_limits(tenant: str, entry: object) -> TenantLimits:
     """Raises InvalidArgument naming the limit."""
     where = f"tenants.{tenant}"
     table = dict(_table(entry, where, _LIMITS))
-    adapters = table.pop("adapters", {})
-    if not isinstance(adapters, dict):
-        raise InvalidArgument("must be an object", field=f"{where}.adapters")
+    adapters = checked_object(table.pop("adapters", {}), f"{where}.adapters")
     for name, value in table.items():
         _check_limit(f"{where}.{name}", name, value)
     return TenantLimits(
@@ -273,12 +270,11 @@ def _key(entry: object, where: str, tenants: Mapping[str, TenantLimits]) -> Key:
 
 
 def _table(value: object, where: str, known: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument("must be an object", field=where)
-    for name in value:
+    table = checked_object(value, where)
+    for name in table:
         if name not in known:
             raise InvalidArgument(f"has no place for {name[:80]!r}", field=where)
-    return value
+    return table
 
 
 def _hex(value: object, where: str, size: int) -> bytes:
