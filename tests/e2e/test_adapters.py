@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,12 +78,18 @@ def listed(relay: Relay) -> dict[str, str | None]:
     return {model["id"]: model["parent"] for model in found}
 
 
-def generate(relay: Relay, model: str, max_tokens: int = 24) -> list[int]:
+def generate(
+    relay: Relay, model: str, max_tokens: int = 24, began: threading.Semaphore | None = None
+) -> list[int]:
+    """Its tokens. began: released at the first event after it was accepted."""
     request = inference_pb2.GenerateRequest(model=model, options=options(max_tokens=max_tokens))
     request.token_ids.ids.extend(PROMPT)
     answer = Answer()
     for response in relay.stub.Generate(request, timeout=PATIENCE_S):
         answer.take(response.event)
+        if began and answer.token_ids:
+            began.release()
+            began = None
     assert answer.accepted is not None and answer.accepted.model == model
     assert len(answer.token_ids[0]) == max_tokens
     return answer.token_ids[0]
@@ -186,8 +193,10 @@ def test_streams_outlive_the_adapter_that_is_unloaded_and_the_worker_that_is_kil
         relay.wait_for_all(gone=victim["pid"])
         # What was loaded at run time is loaded there again, without the operator.
         eventually(lambda: held(relay, 3), PATIENCE_S, "the new worker has all adapters")
-        runs = [(name, pool.submit(generate, relay, name, LONG)) for name in names * 4]
-        happens(lambda: sum(relay.running("decode").values()) > 4, PATIENCE_S)
+        # Of each, a token has come: one that still waited for a worker would be refused.
+        began = threading.Semaphore(0)
+        runs = [(name, pool.submit(generate, relay, name, LONG, began)) for name in names * 4]
+        assert all(began.acquire(timeout=PATIENCE_S) for _ in runs)
         unload(relay, "french")
         load(relay, "more", "other")
         for name, running in runs:
