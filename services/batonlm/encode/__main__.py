@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 ROLE = "encode"
 
-LOWEST_NICE = 19
-"""The nice value of the thread that computes, and of torch's behind it: beside a process that
-answers a chat on the same cores it gets what is left, and alone it loses nothing."""
-
 BATCHES_AHEAD = 4
 """Shares of work that a router sends at a time: one in progress, and the next ones."""
 
@@ -130,8 +126,12 @@ def _open(options: EncodeConfig, device: str, probes: Probes) -> EncoderModel:
 
 
 def _give_way() -> None:
-    with suppress(OSError):  # where threads have no priorities of their own
-        os.setpriority(os.PRIO_PROCESS, 0, LOWEST_NICE)
+    """Has this thread, and those of torch that it starts, run where nothing else wants to: beside a
+    process that answers a chat on the same cores it gets what is left, and alone it loses nothing.
+    """
+    if hasattr(os, "SCHED_IDLE"):
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def main() -> int:
