@@ -1,7 +1,7 @@
 """Plays recorded traffic to a Baton on the cluster of KUBECONFIG, three times: the planner sizes
 its engine pools, HPAs do, or nobody does.
 
-    python scripts/sizes_on_cluster.py --trace azure_2023_conv.csv --json cluster-sizes.json
+    python -m scripts.sizes_on_cluster --trace azure_2023_conv.csv --json cluster-sizes.json
 
 Sizes are what is compared, so steps of its workers only take their time (`batonlm.testing.worker`)
 and a worker costs next to no CPU: routers, hand-overs, planner, HPA controller and pods are real.
@@ -105,7 +105,7 @@ def main() -> None:
     if args.json:
         document = report.document(args.seed, results)
         words = " ".join(document["command"].split()[1:])
-        document["command"] = f"python scripts/{Path(__file__).name} {words}"
+        document["command"] = f"python -m scripts.{Path(__file__).stem} {words}"
         args.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """Overload of one engine pool makes an HPA grow that pool alone, by what routers ask for.
 
 The planner serves the number, the cluster's own HPA controller follows it. With the chart's former
-defaults (`targetWaitingTokens`, `targetKvUse`) neither pool grows here.
+defaults neither pool would have grown here: what they went by stays below FORMER_TARGETS.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.k8s, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 WITHIN_S = 300.0
 POLL_S = 2.0
+FORMER_SIGNALS = {"prefill": "baton_waiting_tokens", "decode": "vllm:kv_cache_usage_perc"}
+FORMER_TARGETS = {"prefill": 4096.0, "decode": 0.7}
+"""Of a pod: `targetWaitingTokens`, and `targetKvUse` as a share."""
 RUNNING = 6
 """Sequences of a decode worker: few, so that sequences and not the CPU are what binds."""
 QUIET_ASKS = 24
@@ -70,8 +73,9 @@ async def test_sequences_that_wait_for_decode_bring_decode(
     """Until no more are refused; and it shrinks without a stream that fails."""
     others = await _replicas(scaled)
     async with _asking(scaled, clients=2 * RUNNING - 1, prompt=8, output=400) as asked:
-        await _until(scaled, "decode", 2, asked)
+        former = await _until(scaled, "decode", 2, asked)
         assert asked.refused, "there was no overload"
+        assert former < FORMER_TARGETS["decode"]
         await _quiet(asked)
         assert await _replicas(scaled) == {**others, "decode": 2}
     async with loaded(scaled, reference) as load:
@@ -88,7 +92,8 @@ async def test_prompts_that_wait_for_prefill_bring_prefill(
     await asyncio.to_thread(scaled.upgrade, {"decode.config.max_running": "64"})
     others = await _replicas(scaled)
     async with _asking(scaled, clients=40, prompt=1500, output=2) as asked:
-        await _until(scaled, "prefill", 2, asked)
+        former = await _until(scaled, "prefill", 2, asked)
+        assert former < FORMER_TARGETS["prefill"]
         assert await _replicas(scaled) == {**others, "prefill": 2}
     async with loaded(scaled, reference) as load:
         await _until(scaled, "prefill", 1, None)
@@ -192,8 +197,10 @@ async def _quiet(asked: Asked) -> None:
         await asyncio.sleep(POLL_S)
 
 
-async def _until(release: Release, component: str, replicas: int, asked: Asked | None) -> None:
-    until = time.monotonic() + WITHIN_S
+async def _until(release: Release, component: str, replicas: int, asked: Asked | None) -> float:
+    """Returns when a pool has so many pods. Returns the most that was seen, while clients asked, of
+    what its HPA would have gone by formerly."""
+    until, former = time.monotonic() + WITHIN_S, 0.0
     while (found := await _replicas(release))[component] != replicas:
         if time.monotonic() > until:
             scaler = release.cluster.kubectl("describe", "hpa")
@@ -201,9 +208,13 @@ async def _until(release: Release, component: str, replicas: int, asked: Asked |
                 "logs", "-l", "app.kubernetes.io/component=planner", "--tail=20"
             )
             raise AssertionError(f"{found} after {WITHIN_S:.0f} s, {asked}\n{scaler}\n{logs}")
+        if asked is not None:
+            seen = await asyncio.to_thread(release.metric, component, FORMER_SIGNALS[component])
+            former = max(former, seen / found[component])
         await asyncio.sleep(POLL_S)
     # All of its pods are there.
     await asyncio.to_thread(release.rolled_out, component)
+    return former
 
 
 async def _replicas(release: Release) -> dict[str, int]:
