@@ -24,7 +24,7 @@ pytestmark = pytest.mark.clients
 
 PACKAGES = ("peft", "accelerate", "psutil")
 """Without what it requires of torch and transformers: those of this environment are used."""
-ARCHS = ("llama", "qwen3", "phi3", "gpt2", "mixtral", "gemma2")
+ARCHS = ("llama", "qwen3", "phi3", "gpt2", "mixtral", "gemma2", "lfm2", "qwen3_next")
 SCRIPT = Path(__file__).parent / "scripts/with_peft.py"
 JUDGE = Path(__file__).parent / "scripts/judge_with_peft.py"
 NEW, BLOCKS = 8, 4
@@ -64,12 +64,12 @@ def test_peft(arch: str, python: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     theirs = json.loads(done.stdout)
     runner = TorchRunner.load(
-        EngineConfig(str(model), num_blocks=128, adapter_memory_bytes=8 << 20)
+        EngineConfig(str(model), num_blocks=512, adapter_memory_bytes=8 << 20)
     )
     digests = {name: runner.load_adapter(folder).digest for name, folder in adapters.items()}
     # All prompts with all adapters at once.
     pairs = [(prompt, digests[name]) for name in adapters for prompt in prompts]
-    tables = scattered(len(pairs), BLOCKS)
+    tables = scattered(len(pairs), runner.layout.state_blocks(runner.block_size) + BLOCKS)
     ours = generate(
         runner, [p for p, _ in pairs], tables, NEW, adapters=[digest for _, digest in pairs]
     )

@@ -29,6 +29,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
     "falcon": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
     "qwen3_next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "lfm2": ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
+    "jamba": (*ATTENTION, "in_proj", "x_proj", "out_proj"),
+    "mamba2": ("in_proj", "out_proj"),
 }
 """Of architectures whose layers have other names than ALL, or adapters for some of them only."""
 

@@ -82,6 +82,7 @@ def attempt(
     choices: tuple[int, ...] = (0,),
     accepted: Sequence[int] = (),
     priority: int = 0,
+    adapter: str = "",
 ) -> Attempt:
     """Ends after max_tokens, whatever is drawn."""
     return Attempt(
@@ -93,6 +94,7 @@ def attempt(
         sampling,
         StopParams(max_tokens, ignore_eos=True),
         priority=priority,
+        adapter=adapter,
     )
 
 

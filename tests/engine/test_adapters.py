@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from batonlm.core.errors import Internal, InvalidArgument, NotFound, Overloaded
 from batonlm.core.kvcache.block_pool import blocks_for
+from batonlm.core.request.attempt import SequenceKey
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
 from tests.engine.adapters import ALL, expected, save_adapter
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered
+from tests.engine.modes import attempt, decode_loop, run
 from tests.engine.quantised import write
 from tests.engine.tiny_models import VOCAB
 
@@ -82,15 +84,40 @@ def check(arch: str, folder: Path, place: Path, **settings: Any) -> TorchRunner:
             pytest.param(arch, {}, marks=pytest.mark.deep)
             for arch in ("qwen2", "qwen3", "phi3", "mixtral", "gpt_oss", "gemma2", "deepseek_v3")
         ),
-        pytest.param("stablelm", {}, marks=pytest.mark.deep),
-        pytest.param("falcon", {}, marks=pytest.mark.deep),
-        pytest.param("qwen3_next", {}, marks=pytest.mark.deep),
+        *(
+            pytest.param(arch, {}, marks=pytest.mark.deep)
+            for arch in ("stablelm", "falcon", "qwen3_next", "lfm2", "jamba")
+        ),
+        pytest.param("mamba2", {"num_blocks": 512}, marks=pytest.mark.deep),
     ],
 )
 def test_every_sequence_gets_its_own_adapter(
     arch: str, settings: dict[str, Any], saved: SaveModel, tmp_path: Path
 ) -> None:
     check(arch, saved(arch), tmp_path, **settings)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("arch", ["lfm2", "qwen3_next"])
+def test_a_kept_state_is_found_with_its_own_adapter_only(
+    arch: str, saved: SaveModel, tmp_path: Path
+) -> None:
+    runner = opened(saved(arch), num_blocks=1024)
+    paths = [None, *(save_adapter(arch, tmp_path / str(seed), seed=seed) for seed in (1, 2))]
+    digests = ["" if path is None else runner.load_adapter(path).digest for path in paths]
+    loop = decode_loop(runner, 1024)
+    for digest in digests[1:]:
+        loop.add_adapter(digest)
+    prompts = random_prompts((150,), VOCAB)
+    wanted = [expected(arch, path, prompts, NEW) for path in paths]
+    assert len({tuple(tokens) for (tokens,) in wanted}) == len(paths)
+    found = []
+    for number in range(2 * len(paths)):
+        which = number % len(paths)
+        heard = run(loop, [attempt(f"r{number}", prompts[0], NEW, adapter=digests[which])])
+        assert [heard.tokens[SequenceKey(f"r{number}", 0, 0)]] == wanted[which]
+        found.append(heard.cached[f"r{number}"])
+    assert found == [0, 0, 0, 128, 128, 128]
 
 
 @pytest.mark.deep
