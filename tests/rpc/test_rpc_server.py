@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -231,3 +234,32 @@ async def _until_refused(attempt: Callable[[], Awaitable[object]]) -> None:
             except grpc.aio.AioRpcError as error:
                 assert isinstance(from_rpc_error(error), Unavailable)
                 return
+
+
+BUSY_S = 33.0
+"""Longer than gRPC by itself lets a call wait that no handler has taken up."""
+
+
+@pytest.mark.slow
+async def test_calls_wait_for_a_process_that_is_busy(channels: Channels) -> None:
+    """Otherwise their callers read CANCELLED, who have cancelled nothing."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        async with serving(public=True) as (_, address):
+            started.set_result((address, asyncio.get_running_loop(), over))
+            await over.wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, loop, over = await asyncio.wait_for(asyncio.wrap_future(started), WITHIN_S)
+    try:
+        loop.call_soon_threadsafe(time.sleep, BUSY_S)
+        texts = [b"%d" % number for number in range(5)]
+        channel = channels.get(address)
+        found = await asyncio.gather(*(unary(channel)(t, timeout=WITHIN_S) for t in texts))
+        assert found == texts
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        await asyncio.to_thread(thread.join, WITHIN_S)

@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from batonlm.core.errors import Internal, NotFound, Overloaded
 from batonlm.rpc import metrics
 from batonlm.rpc.address import PortInUse, check_listen, is_loopback, join, split
-from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, Arguments, bind
+from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, LONGEST_CALL_S, Arguments, bind
 from batonlm.rpc.errors import Check, ErrorInterceptor
 from batonlm.rpc.metrics import TASKS, MetricsServer, gauge, serve_metrics
 from batonlm.rpc.peers import check_caller, check_token
@@ -48,6 +48,9 @@ _SERVER: Arguments = (
     # too_many_pings, which ends every call of the connection. (The name has no "recv" in it.)
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # The event loop takes up one call a turn. gRPC drops those that waited for it longer than 30 s,
+    # and their callers read CANCELLED; here a call waits until its own deadline.
+    ("grpc.server_max_unrequested_time_in_server", int(LONGEST_CALL_S)),
 )
 
 INTERNAL_SERVER: Arguments = (
