@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -205,6 +206,15 @@ _INDEXER = {
     "layer_types": ["linear_attention", "indexed_attention"] * 2,
     "num_key_value_heads": 2,
 }
+_BYTES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+_BESIDE_BYTES = {**_BYTES, "hidden_size_global": 128}
 OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**_LISTED, **_LATENT_SIZES, "num_key_value_heads": 4, "layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -230,9 +240,26 @@ OWN: dict[str, dict[str, Any]] = {
             for kind in ("sliding_attention", "full_attention")
         },
     },
+    "blt": {
+        "patcher_config": _BYTES,
+        "encoder_config": _BESIDE_BYTES,
+        "decoder_config": _BESIDE_BYTES,
+        "global_config": {**_BYTES, "hidden_size": 128},
+        "encoder_hash_byte_group_vocab": 64,
+    },
+    # transformers reads the base of its rotary embedding where its own configuration has none.
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "dory": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_assistant": {
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 4,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_LISTED, "position_embedding_type": "rope"},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
@@ -243,6 +270,26 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16},
     # transformers' step of one position does not know this limit, and that of several does.
     "nemotron_h": {"time_step_min": 1e-6},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 16,
+            "crop_size": 32,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_blocks": 2,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 8,
+        },
+    },
     "reformer": {
         "axial_pos_shape": [16, 32],
         "axial_pos_embds_dim": [16, 48],
@@ -276,13 +323,34 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
 }
 """What single types need beside `SMALL`."""
+WHOLE: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {
+        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    }
+}
+"""What types need that have no default configuration."""
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "dots3_note": {
+        "vision_config": {
+            "mlp_layer_types": ["dense"],
+            "adapter_in_dim": 32,
+            "adapter_out_dim": 64,
+        },
+        "audio_config": {
+            "adapter_input_size": 32,
+            "adapter_out_dim": 64,
+            "downsample_hidden_size": 8,
+        },
+    }
+}
+"""What parts beside the text need beside `_VISION`."""
 
 
 def small_config(kind: str) -> Any:
     """A configuration of this type, of few small layers."""
     config_class = transformers.CONFIG_MAPPING[kind]
     own = OWN.get(kind, {})
-    whole = config_class()
+    whole = config_class(**WHOLE.get(kind, {}))
     text = whole.get_text_config(decoder=True)
     if text is whole:
         return _shrunk(config_class, whole, own)
@@ -293,6 +361,7 @@ def small_config(kind: str) -> Any:
     for name, part in vars(whole).items():
         if isinstance(part, PretrainedConfig) and name not in parts:
             parts[name] = {k: v for k, v in _VISION.items() if k in vars(part)}
+            parts[name] |= BESIDE.get(kind, {}).get(name, {})
     return config_class(**parts)
 
 
@@ -321,9 +390,15 @@ class Outcome(NamedTuple):
 
 def outcome(kind: str) -> Outcome:
     try:
-        model = tiny_model(small_config(kind))
+        config = small_config(kind)
     except Exception as error:
-        return Outcome("untried", f"no tiny model of it could be made: {_first_line(error)}")
+        return Outcome("untried", f"no small configuration of it was found: {_first_line(error)}")
+    try:
+        model = tiny_model(config)
+    except TooLarge as error:
+        return Outcome("untried", _first_line(error))
+    except Exception as error:
+        return _unmade(config, f"transformers makes no model of it: {_first_line(error)}")
     prompts = random_prompts(LENGTHS, VOCAB)
     try:
         wanted = [transformers_tokens(model, prompt) for prompt in prompts]
@@ -334,6 +409,20 @@ def outcome(kind: str) -> Outcome:
         try:
             model.save_pretrained(folder)
             return _served(folder, prompts, wanted) if wanted else _loaded(folder, lacks)
+        except InvalidArgument as error:
+            return Outcome("refused", error.message)
+        except Exception as error:
+            return Outcome("FAILS", _first_line(error))
+
+
+def _unmade(config: Any, lacks: str) -> Outcome:
+    """Of a type that transformers makes no model of, so that there are no weights of it."""
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / config.model_type
+        config.save_pretrained(folder)
+        save_file({"none": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+        try:
+            return _loaded(folder, lacks)
         except InvalidArgument as error:
             return Outcome("refused", error.message)
         except Exception as error:
@@ -370,13 +459,17 @@ def _served(folder: Path, prompts: list[list[int]], wanted: list[list[int]]) -> 
     return Outcome("served alone" if alone else "served")
 
 
+class TooLarge(Exception):
+    """A model that is not small, whatever its configuration says."""
+
+
 def tiny_model(config: Any) -> Any:
-    """With random float32 weights, in eval mode."""
+    """With random float32 weights, in eval mode. Raises TooLarge, and what transformers raises."""
     models: Any = transformers.AutoModelForCausalLM
     with torch.device("meta"):
         size = sum(p.numel() for p in models.from_config(config).parameters())
     if size > MOST_PARAMETERS:
-        raise ValueError(f"its smallest configuration here has {size} parameters")
+        raise TooLarge(f"its smallest configuration here has {size} parameters")
     torch.manual_seed(0)
     return models.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
 
@@ -397,7 +490,7 @@ def transformers_tokens(model: Any, prompt: list[int]) -> list[int]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+    return next((line for line in str(error).splitlines() if line), type(error).__name__)[:160]
 
 
 def table(facts: dict[str, Any]) -> str:

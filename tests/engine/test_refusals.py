@@ -79,6 +79,28 @@ def test_an_unknown_architecture(tmp_path: Path, saved: Callable[[str], Path]) -
     assert "t5" in refusal(folder)
 
 
+def test_a_configuration_that_transformers_refuses(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "m")
+    change_config(folder, num_attention_heads="many")
+    assert "values that transformers" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("musicgen", "musicgen: several of its parts are models of text"),
+        ("gemma3n", "gemma3n: transformers makes it with a package only"),
+        ("dbrx", "cannot make a causal language model of its configuration"),
+    ],
+)
+def test_types_of_which_transformers_makes_no_model(kind: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert why in refusal(tmp_path)
+    with pytest.raises(UnsupportedModel, match=why):
+        loader.outline(EngineConfig(str(tmp_path), num_blocks=64))
+
+
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
 def test_corrupt_weights(damage: str, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "m")

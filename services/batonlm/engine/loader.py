@@ -251,13 +251,14 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     device = choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
-    with torch.device("meta"):
+    with torch.device("meta"), _making(settings):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(settings),
             dtype=dtype,
             attn_implementation="eager",
         )
-        if cut is not None:
+    if cut is not None:
+        with torch.device("meta"):
             cut(network, settings)
     files = tuple(sorted(folder.glob("*.safetensors")))
     if cut is None and not because and files and _keeps(scheme, device, quantize):
@@ -348,12 +349,25 @@ def _folder(model: str, files: list[str]) -> Path:
 
 def _settings(folder: Path) -> tuple[Any, Scheme | None]:
     """The configuration, without what it says of quantised weights, and that."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except StrictDataclassError as error:
+        raise UnsupportedModel(
+            f"the config.json of {folder.name} has values that transformers "
+            f"{transformers.__version__} refuses"
+        ) from error
     except (ValueError, KeyError, OSError) as error:
         raise UnsupportedModel(
             f"model {folder.name} is of an architecture that transformers "
             f"{transformers.__version__} does not have, or needs code of its own"
+        ) from error
+    try:
+        settings.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{settings.model_type}: several of its parts are models of text"
         ) from error
     return settings, read_scheme(settings)
 
@@ -366,6 +380,23 @@ def _model_class(settings: Any) -> Any:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
+@contextmanager
+def _making(settings: Any) -> Iterator[None]:
+    """Around transformers making a network: what it cannot make is refused by name."""
+    name = settings.model_type
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"{name}: transformers makes it with a package only that is not installed"
+        ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UnsupportedModel(
+            f"{name}: transformers {transformers.__version__} cannot make a causal language model "
+            "of its configuration"
+        ) from error
+
+
 def _network(
     model_class: Any, checkpoint: Checkpoint, settings: Any, dtype: torch.dtype, bar: Bar
 ) -> nn.Module:
@@ -375,9 +406,10 @@ def _network(
         source: Path | None = checkpoint.folder
         if checkpoint.scheme is not None:
             source, given["state_dict"] = None, ends.enter_context(checkpoint.open(dtype))
-        network, info = model_class.from_pretrained(
-            source, use_safetensors=True, output_loading_info=True, **given
-        )
+        with _making(settings):
+            network, info = model_class.from_pretrained(
+                source, use_safetensors=True, output_loading_info=True, **given
+            )
     lacking = [*info["missing_keys"], *info["mismatched_keys"]]
     if lacking:
         name = checkpoint.folder.name
@@ -411,7 +443,7 @@ def read_onto(
     where only transformers can read it: where files name or shape weights otherwise, where some
     weights keep a type of their own, or buffers are not all made from the configuration.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _making(settings):
         network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation="eager"
         )
