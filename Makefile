@@ -34,7 +34,7 @@ CHART_KEY ?=
 CHART_KEYRING ?=
 
 # Measures figures of docs/benchmarks by name, all of them without one, and writes the tables.
-FIGURES = TRACE="$(TRACE)" CONVERSATION="$(CONVERSATION)" LLAMA_PYTHON="$(LLAMA_PYTHON)" $(BIN)/python scripts/figures.py
+FIGURES = TRACE="$(TRACE)" CONVERSATION="$(CONVERSATION)" LLAMA="$(LLAMA)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install up down test test-deep test-all fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
@@ -176,7 +176,7 @@ figures: install ## Measure everything again that README and docs state (hours; 
 bench: install ## Measure the relay against the same engine in one process
 	@$(FIGURES) relay
 
-bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA_PYTHON=an interpreter with llama_cpp)
+bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA=a folder with libllama)
 	@$(FIGURES) engine engine-500m cost batching stalls
 
 bench-kv: install ## Measure the KV hand-over and ranks (about 6 minutes)

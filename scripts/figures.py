@@ -4,7 +4,8 @@
     python scripts/figures.py relay cost   # some of it
     python scripts/figures.py --list
 
-Each figure is one command of `baton`, whose --json (and --plot) goes to docs/benchmarks. What needs
+Each figure is one command of `baton`, or a script of this folder, whose --json (and --plot) goes to
+docs/benchmarks. What needs
 something of yours that no variable names is left out, and said.
 """
 
@@ -25,8 +26,8 @@ FOLDER = "docs/benchmarks"
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """plot: draws one, too. takes: variables that it needs, put in for {NAME}. may: flags that it
-    has when their variable is set."""
+    """command: of `baton`, or a script of this folder. plot: draws one, too. takes: variables that
+    it needs, put in for {NAME}. may: flags that it has when their variable is set."""
 
     command: str
     plot: bool = False
@@ -34,7 +35,7 @@ class Figure:
     may: tuple[tuple[str, str], ...] = ()
 
     def words(self, name: str, given: dict[str, str]) -> list[str]:
-        """Of the command, without `baton`."""
+        """Of the command, without `baton`, or without Python."""
         values = {key: given[key] for key in self.takes}
         words = [word.format(**values) for word in shlex.split(self.command)]
         for flag, variable in self.may:
@@ -43,8 +44,16 @@ class Figure:
         words += ["--json", f"{FOLDER}/{name}.json"]
         return [*words, "--plot", f"{FOLDER}/{name}.svg"] if self.plot else words
 
+    @property
+    def is_script(self) -> bool:
+        return self.command.startswith("scripts/")
 
-_LLAMA = (("--llama-python", "LLAMA_PYTHON"),)
+    def shown(self, words: Sequence[str]) -> str:
+        """A command line, as a reader would give it."""
+        return f"{'python' if self.is_script else 'baton'} {shlex.join(words)}"
+
+
+_LLAMA = (("--llama", "LLAMA"),)
 
 FIGURES = {
     "relay": Figure("bench relay --rounds 5"),
@@ -54,6 +63,8 @@ FIGURES = {
         plot=True,
         may=_LLAMA,
     ),
+    "precisions": Figure("scripts/precisions.py"),
+    "weights": Figure("bench weights"),
     "offline": Figure("bench offline"),
     "cost": Figure("bench cost", plot=True),
     "batching": Figure("bench batching", plot=True),
@@ -112,14 +123,14 @@ def chosen(names: Sequence[str]) -> dict[str, Figure]:
 def run(figures: dict[str, Figure], given: dict[str, str]) -> list[str]:
     """One after the other. Returns what went wrong, a sentence each."""
     wrong = []
-    baton = [sys.executable, "-m", "batonlm.cli.main"]
     for name, figure in figures.items():
         if missing := [variable for variable in figure.takes if not given.get(variable)]:
             wrong.append(f"{name} was left out: set {', '.join(missing)}")
             continue
         words = figure.words(name, given)
-        print(f"baton {shlex.join(words)}", file=sys.stderr, flush=True)
-        code = subprocess.run([*baton, *words], cwd=ROOT, check=False).returncode
+        given_to = [] if figure.is_script else ["-m", "batonlm.cli.main"]
+        print(figure.shown(words), file=sys.stderr, flush=True)
+        code = subprocess.run([sys.executable, *given_to, *words], cwd=ROOT, check=False).returncode
         if code:
             wrong.append(f"{name} ended with {code}")
     return wrong
@@ -133,7 +144,7 @@ def main() -> None:
     figures = chosen(args.names)
     if args.list:
         for name, figure in figures.items():
-            print(f"{name:<22} baton {figure.command}")
+            print(f"{name:<22} {figure.shown(shlex.split(figure.command))}")
         return
     wrong = run(figures, dict(os.environ))
     tables = subprocess.run([sys.executable, "scripts/tables.py"], cwd=ROOT, check=False)

@@ -1,7 +1,6 @@
 """The process of `launch` that runs one function of a module, and answers in JSON.
 
-It imports only the standard library, so that an interpreter without Baton's dependencies can run
-such a function. Output of libraries goes to stderr, never between the JSON lines.
+Output of libraries goes to stderr, never between the JSON lines.
 
     python -m baton_loadtest.child MODULE FUNCTION
 

@@ -262,26 +262,21 @@ class Peer:
 
 @asynccontextmanager
 async def peer(
-    function: Callable[..., object],
-    *allowed: int | None,
-    python: str = "",
-    threads: int | None = None,
+    function: Callable[..., object], *allowed: int | None, threads: int | None = None
 ) -> AsyncIterator[Peer]:
     """Runs a function in its own process on these cores; the process ends with the block.
 
-    python: another interpreter, which finds this package but none of Baton's dependencies. threads:
-    number of OpenMP threads.
+    threads: number of OpenMP threads.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        # Only this package, without others installed beside it for another interpreter.
         os.symlink(next(iter(baton_loadtest.__path__)), f"{folder}/baton_loadtest")
-        paths = (folder, "" if python else os.environ.get("PYTHONPATH", ""))
+        paths = (folder, os.environ.get("PYTHONPATH", ""))
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if threads is not None:
             variables |= {"OMP_NUM_THREADS": str(threads)}
         started = await asyncio.create_subprocess_exec(
             *pinned(*allowed),
-            *(python or sys.executable, "-m", "baton_loadtest.child"),
+            *(sys.executable, "-m", "baton_loadtest.child"),
             *(function.__module__, function.__name__),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -307,7 +302,6 @@ def call(
     *,
     threads: int,
     deadline_s: float,
-    python: str = "",
 ) -> dict[str, Any]:
     """Returns the function's result for a job, from a new process on the first `threads` cores.
 
@@ -316,7 +310,7 @@ def call(
 
     async def ask() -> dict[str, Any]:
         allowed = cores()[:threads]
-        async with peer(function, *allowed, python=python, threads=threads) as process:
+        async with peer(function, *allowed, threads=threads) as process:
             return await process.ask(**job)
 
     async def ask_in_time() -> dict[str, Any]:

@@ -181,8 +181,9 @@ def commit() -> str:
 def document(seed: int, results: list[Result]) -> dict[str, Any]:
     """Returns what the JSON file holds. Local folders are removed from the command's arguments."""
     words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    script = sys.argv[0].startswith("scripts/")
     return {
-        "command": " ".join(["baton", *words]),
+        "command": " ".join(["python", sys.argv[0], *words] if script else ["baton", *words]),
         "commit": commit(),
         "machine": machine(),
         "seed": seed,

@@ -169,8 +169,8 @@ def test_what_the_user_gives_a_models_kv_counts() -> None:
 
 @pytest.mark.parametrize("kind", ["awq", "compressed int8"])
 def test_the_sum_of_quantized_weights_is_about_the_workers_own(kind: str, tmp_path: Path) -> None:
+    from baton_loadtest.quantised import write as write_quantised
     from batonlm.engine.footprint import foresee
-    from tests.engine.quantised import write as write_quantised
     from tests.engine.tiny_models import save_tiny_model
 
     folder, _ = write_quantised(kind, save_tiny_model("llama", tmp_path / "plain"), tmp_path)

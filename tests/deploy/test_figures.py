@@ -10,12 +10,12 @@ import pytest
 
 from batonlm.cli.main import build_parser, commands
 from figures import FIGURES, Figure, chosen, run
-from tables import PLACE
+from tables import PLACE, render_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = sorted((ROOT / "docs/benchmarks").glob("*.json"))
-GIVEN = {"TRACE": "trace.jsonl", "CONVERSATION": "conv.csv", "LLAMA_PYTHON": "python"}
+GIVEN = {"TRACE": "trace.jsonl", "CONVERSATION": "conv.csv", "LLAMA": "lib"}
 
 
 def test_every_table_and_every_file_is_a_figure_that_can_be_measured_again() -> None:
@@ -26,7 +26,7 @@ def test_every_table_and_every_file_is_a_figure_that_can_be_measured_again() -> 
     assert plots <= {name for name, figure in FIGURES.items() if figure.plot}
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [name for name, one in FIGURES.items() if not one.is_script])
 def test_a_figures_command_is_one_that_baton_knows(name: str) -> None:
     args = build_parser(commands()).parse_args(FIGURES[name].words(name, GIVEN))
     assert str(args.json) == f"docs/benchmarks/{name}.json"
@@ -42,6 +42,14 @@ def test_the_makefile_names_no_other_figure() -> None:
     text = (ROOT / "Makefile").read_text()
     named = {name for line in re.findall(r"\$\(FIGURES\) (.+)", text) for name in line.split()}
     assert named <= FIGURES.keys()
+
+
+def test_figures_become_rows_and_columns() -> None:
+    figures = [("a: x", 1.0, "ms"), ("a: y", 2.5, ""), ("b: y", 3.0, "")]
+    results = [{"name": name, "value": value, "unit": unit} for name, value, unit in figures]
+    said = {"results": results, "command": "baton", "commit": "1", "machine": "m", "seed": 0}
+    lines = render_matrix(said).splitlines()
+    assert lines[:4] == ["| | x, ms | y |", "|---|---|---|", "| a | 1 | 2.5 |", "| b |  | 3 |"]
 
 
 def test_what_lacks_something_is_left_out_and_said() -> None:

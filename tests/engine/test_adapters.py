@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton_loadtest.quantised import write
 from batonlm.core.errors import Internal, InvalidArgument, NotFound, Overloaded
 from batonlm.core.kvcache.block_pool import blocks_for
 from batonlm.core.request.attempt import SequenceKey
@@ -23,7 +24,6 @@ from batonlm.engine.runner import TorchRunner
 from tests.engine.adapters import ALL, expected, save_adapter
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered
 from tests.engine.modes import attempt, decode_loop, run
-from tests.engine.quantised import write
 from tests.engine.tiny_models import VOCAB
 
 LENGTHS = (3, 17, 40, 16, 33, 8)

@@ -55,10 +55,10 @@ def test_numbers_are_short() -> None:
 def test_the_file_names_no_folder_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["baton", "bench", "--llama-python", "/opt/x/bin/python"])
+    monkeypatch.setattr(sys, "argv", ["baton", "bench", "--llama", "/opt/x/lib"])
     write(tmp_path / "x.json", 0, [])
     said = json.loads((tmp_path / "x.json").read_text())
-    assert said["command"] == "baton bench --llama-python python"
+    assert said["command"] == "baton bench --llama lib"
 
 
 def test_the_file_has_the_agreed_form(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ BENCHMARKS = {
     "kv": "what a hand-over costs, and what of it is hidden (3 minutes)",
     "ranks": "a model on several ranks of this machine, and what their machinery costs a step "
     "(2 minutes)",
+    "weights": "what weights that stay quantised take and cost, by the type of computing "
+    "(4 minutes)",
     "drain": "how long streams pause when their decode worker leaves, with KV moved and without "
     "(6 minutes)",
     "readers": "what readers that stall and senders that crawl cost everybody else (4 minutes)",

@@ -9,8 +9,6 @@ sequence's decoding with the memory bandwidth.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -21,23 +19,25 @@ from typing import Any
 
 from baton_loadtest.bench import engines, peers
 from baton_loadtest.bench.engines import EngineRequests, StepTimer
-from baton_loadtest.bench.options import engine, option
+from baton_loadtest.bench.options import engine, option, values
 from baton_loadtest.child import progress
 from baton_loadtest.launch import ContenderFailed, call, cores, say
 from baton_loadtest.report import Bars, Report, Result, at_most, compared
 from batonlm.core.scheduler.plan import ModelRunner
 
 PLOTS = True
+BY_PRECISION = {"int8": "Baton int8", "int4": "Baton int4"}
 OPTIONS = (
     *engine(threads=2),
     option("--seed", 42),
-    option("--peers", False, "transformers and llama.cpp take part as well"),
+    option("--peers", False, "transformers takes part as well, and llama.cpp with --llama"),
+    option("--llama", "", "a folder with libllama, of llama.cpp: it takes part with --peers"),
     option(
-        "--llama-python",
-        "",
-        "an interpreter that has llama_cpp (default: this one, if it has llama_cpp)",
+        "--quantize",
+        ("int8", "int4"),
+        "in which precisions Baton takes part, too: none, int8, int4",
+        type=values(str, ("none", *BY_PRECISION)),
     ),
-    option("--quantize", "int8", "int8: Baton in int8 takes part too", choices=("none", "int8")),
     option("--requests", 32),
     option("--rounds", 2, "at most, interleaved"),
     option("--seconds", 50.0, "no contender begins a round, or static batch, that would end later"),
@@ -47,7 +47,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (32, 512), (16, 256)
 STEP_TOKENS = 512
 MAX_RUNNING = 64
 DEADLINE_S = 600.0
-AGAINST_CONTINUOUS, AGAINST_LLAMA, INT8_AGAINST_FLOAT = 3.0, 1.4, 1.4
+AGAINST_CONTINUOUS, AGAINST_LLAMA, INT8_AGAINST_FLOAT, QUANTIZED_AGAINST_LLAMA = 3.0, 1.4, 1.4, 2.0
 OF_BANDWIDTH, EXACT_COST, FUSED_COST = 0.70, 1.10, 1.0
 BATCHES = (1, 8, 32)
 CONTEXT = 512
@@ -56,11 +56,10 @@ ALONE_PROMPT = 128
 
 EXACT = "Baton float32, exact"
 PLAIN = "Baton float32, not exact"
-INT8 = "Baton int8"
 OWN_LAYERS = "transformers' layers"
 CONTINUOUS = "transformers continuous batching"
 STATIC = {size: f"transformers generate, batches of {size}" for size in (8, 32)}
-LLAMA = "llama.cpp float16"
+LLAMA = {name: f"llama.cpp {name}" for name in (peers.FLOAT16, peers.Q8_0, peers.Q4_0)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,6 @@ class Contender:
     run: Callable[[dict[str, Any]], dict[str, Any]]
     job: dict[str, Any]
     """Its own parameters, in addition to the common ones."""
-    python: str = ""
-    """The interpreter that runs it; "" for this one."""
 
 
 @dataclass(slots=True)
@@ -85,6 +82,8 @@ class Ranking:
     """Output tokens per second of each round."""
     cpu_speeds: list[float] = field(default_factory=list)
     """Output tokens per second of CPU time."""
+    weights_bytes: int = 0
+    """What its weights take in memory; 0: it does not say."""
     seconds: float = 0.0
 
     def add(self, answer: dict[str, Any]) -> None:
@@ -93,6 +92,7 @@ class Ranking:
         self.speeds.append(count / answer["seconds"])
         self.cpu_speeds.append(count / answer["cpu_seconds"])
         self.seconds += answer["seconds"]
+        self.weights_bytes = answer.get("weights_bytes", 0)
 
     def has_time(self, seconds: float) -> bool:
         """Returns whether another round of mean length keeps the total below so many seconds."""
@@ -103,9 +103,8 @@ class Ranking:
 def measure(args: argparse.Namespace) -> Report:
     """Raises ContenderFailed if Baton itself cannot run."""
     threads = min(args.threads, len(cores()))
-    llama = args.llama_python or (sys.executable if importlib.util.find_spec("llama_cpp") else "")
-    if args.peers and not llama:
-        say("llama.cpp is left out: name an interpreter that has llama_cpp with --llama-python")
+    if args.peers and not args.llama:
+        say("llama.cpp is left out: name a folder that has libllama with --llama")
     model = engines.folder(args.shape)
     config = engines.config_of(model)
     small, vocab = args.shape == "tiny", config["vocab_size"]
@@ -121,9 +120,9 @@ def measure(args: argparse.Namespace) -> Report:
     }
     contenders = line_up(
         model,
-        int8=args.quantize == "int8",
+        precisions=tuple(name for name in args.quantize if name in BY_PRECISION),
         peers_too=args.peers,
-        llama_python=llama if args.peers else "",
+        llama=args.llama if args.peers else "",
     )
     rankings = _compete(contenders, shared, args.rounds)
     small_job = {"prefill": 128, "tokens": 16, "megabytes": 32}
@@ -145,21 +144,28 @@ def measure(args: argparse.Namespace) -> Report:
     return Report(results, (Bars(f"{args.requests} requests, {args.shape}", "tokens/s", bars),))
 
 
-def line_up(model: Path, *, int8: bool, peers_too: bool, llama_python: str) -> list[Contender]:
-    """Returns the contenders in order."""
+def line_up(
+    model: Path, *, precisions: tuple[str, ...], peers_too: bool, llama: str
+) -> list[Contender]:
+    """Returns the contenders in order.
+
+    precisions: of BY_PRECISION. llama: the folder of llama.cpp's library, or nothing.
+    """
     found = [
         Contender(EXACT, run_baton, {"exact": True, "quantize": "none"}),
         Contender(PLAIN, run_baton, {"exact": False, "quantize": "none"}),
     ]
-    if int8:
-        found.append(Contender(INT8, run_baton, {"exact": False, "quantize": "int8"}))
+    for name in precisions:
+        job = {"exact": False, "quantize": name}
+        found.append(Contender(BY_PRECISION[name], run_baton, job))
     if peers_too:
         found.append(Contender(CONTINUOUS, peers.run_transformers, {"batch": 0}))
         for size, name in STATIC.items():
             found.append(Contender(name, peers.run_transformers, {"batch": size}))
-    if llama_python:
-        gguf = {"gguf": str(model / "float16.gguf")}
-        found.append(Contender(LLAMA, peers.run_llama, gguf, llama_python))
+    if llama:
+        for precision, name in LLAMA.items():
+            job = {"library": llama, "gguf": str(model / f"{precision}.gguf")}
+            found.append(Contender(name, peers.run_llama, job))
     return found
 
 
@@ -178,15 +184,10 @@ def _compete(
             if ranking is None or not ranking.has_time(shared["seconds"]):
                 continue
             try:
-                if contender.name == LLAMA:
-                    peers.write_gguf(Path(shared["model"]), Path(contender.job["gguf"]))
-                answer = call(
-                    contender.run,
-                    {**shared, **contender.job},
-                    threads=shared["threads"],
-                    deadline_s=DEADLINE_S,
-                    python=contender.python,
-                )
+                if contender.name in LLAMA.values():
+                    _write_for_llama(Path(shared["model"]), contender.job)
+                job = {**shared, **contender.job}
+                answer = call(contender.run, job, threads=shared["threads"], deadline_s=DEADLINE_S)
             except (ContenderFailed, ImportError, ValueError) as error:
                 if contender.name in (EXACT, PLAIN):
                     raise
@@ -201,10 +202,21 @@ def _compete(
     return rankings
 
 
+def _write_for_llama(model: Path, job: dict[str, Any]) -> None:
+    """Writes the file of a contender's job, from float16's where it is of another precision."""
+    whole, target = model / f"{peers.FLOAT16}.gguf", Path(job["gguf"])
+    peers.write_gguf(model, whole)
+    if target != whole:
+        own = {"source": str(whole), "target": str(target), "precision": target.stem}
+        own["library"] = job["library"]
+        call(peers.quantize_gguf, own, threads=len(cores()), deadline_s=DEADLINE_S)
+
+
 def run_baton(job: dict[str, Any]) -> dict[str, Any]:
     """The engine with a decode worker's scheduler.
 
-    job: model, threads, exact, quantize, step_tokens, requests, warm. Returns a `Served`.
+    job: model, threads, exact, quantize, step_tokens, requests, warm. Returns a `Served`, and
+    weights_bytes.
     """
     requests = engines.from_json(job["requests"])
     runner = engines.open_runner(
@@ -216,7 +228,9 @@ def run_baton(job: dict[str, Any]) -> dict[str, Any]:
     )
     rules = engines.policy(MAX_RUNNING, job["step_tokens"])
     engines.serve(engines.engine_loop(runner, rules), engines.from_json(job["warm"]))
-    return asdict(engines.serve(engines.engine_loop(runner, rules), requests))
+    served = engines.serve(engines.engine_loop(runner, rules), requests)
+    weights = engines.weights_bytes(job["model"], quantize=job["quantize"])
+    return {**asdict(served), "weights_bytes": weights}
 
 
 def run_modes(job: dict[str, Any]) -> dict[str, Any]:
@@ -303,6 +317,8 @@ def _speeds(rankings: dict[str, Ranking], requests: int) -> list[Result]:
     for name, one in rankings.items():
         found.append(Result(f"{name}: output", median(one.speeds), "tokens/s"))
         found.append(Result(f"{name}: output", median(one.cpu_speeds), "tokens/CPU-s"))
+        if one.weights_bytes:
+            found.append(Result(f"{name}: weights", one.weights_bytes / 2**20, "MiB"))
         if len(one.tokens) < requests:
             done = len(one.tokens)
             found.append(Result(f"{name}: requests done in its time", done, ""))
@@ -332,7 +348,16 @@ def _goals(rankings: dict[str, Ranking]) -> list[Result]:
     pairs = [
         (one, other, goal)
         for one in (EXACT, PLAIN)
-        for other, goal in ((CONTINUOUS, AGAINST_CONTINUOUS), (LLAMA, AGAINST_LLAMA))
+        for other, goal in (
+            (CONTINUOUS, AGAINST_CONTINUOUS),
+            (LLAMA[peers.FLOAT16], AGAINST_LLAMA),
+        )
+    ]
+    int8, int4 = BY_PRECISION["int8"], BY_PRECISION["int4"]
+    pairs += [
+        (int8, PLAIN, INT8_AGAINST_FLOAT),
+        (int8, LLAMA[peers.Q8_0], QUANTIZED_AGAINST_LLAMA),
+        (int4, LLAMA[peers.Q4_0], QUANTIZED_AGAINST_LLAMA),
     ]
     return [
         compared(
@@ -342,7 +367,7 @@ def _goals(rankings: dict[str, Ranking]) -> list[Result]:
             median(rankings[other].speeds),
             goal,
         )
-        for one, other, goal in (*pairs, (INT8, PLAIN, INT8_AGAINST_FLOAT))
+        for one, other, goal in pairs
         if one in rankings and other in rankings
     ]
 

@@ -236,6 +236,7 @@ def open_runner(
     positions: int,
     *,
     exact: bool = True,
+    dtype: str = "auto",
     quantize: str = "none",
     device: str = "cpu",
     decoder: str = "auto",
@@ -255,12 +256,22 @@ def open_runner(
             num_blocks=-(-positions // BLOCK_SIZE),
             exact=exact,
             threads=threads,
+            dtype=dtype,
             quantize=quantize,
             decoder=decoder,
             adapter_memory_bytes=adapter_bytes[0],
             adapter_host_bytes=adapter_bytes[1],
         )
     )
+
+
+def weights_bytes(model: str, *, dtype: str = "auto", quantize: str = "none") -> int:
+    """Returns what a runner's weights take on a CPU. Called after `open_runner`, which has set the
+    number of threads."""
+    from batonlm.engine.footprint import foresee
+
+    config = EngineConfig(model=model, device="cpu", num_blocks=64, dtype=dtype, quantize=quantize)
+    return foresee(config).memory.weights_bytes
 
 
 def policy(max_sequences: int, step_tokens: int, *, beside: int = 0) -> SchedulerPolicy:

@@ -1,11 +1,8 @@
-"""The contenders of `baton bench engine` other than Baton: transformers and llama.cpp.
-
-Imports only the standard library: `run_llama` may run in an interpreter that has llama_cpp and
-numpy, but none of Baton's dependencies.
-"""
+"""The contenders of `baton bench engine` other than Baton: transformers and llama.cpp."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -184,14 +181,106 @@ def write_gguf(model: Path, target: Path) -> None:
     os.replace(part, target)
 
 
+class _Opaque(ctypes.Structure):
+    """A structure of parameters of llama.cpp, of which only the first fields are known here.
+
+    What lies behind them differs between releases, and stays as the library's own function for
+    defaults fills it. More bytes than a structure has do no harm: one that is larger than two
+    registers is returned and passed in memory.
+    """
+
+    _fields_ = (("first", ctypes.c_uint32 * 4), ("rest", ctypes.c_uint8 * 1008))
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    )
+
+
+FLOAT16, Q8_0, Q4_0 = "float16", "q8_0", "q4_0"
+_FILE_TYPES = {Q8_0: 7, Q4_0: 2}
+"""Of llama.cpp's enum llama_ftype."""
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int32
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ggml_backend_load_all_from_path": (None, (ctypes.c_char_p,)),
+    "llama_backend_init": (None, ()),
+    "llama_model_default_params": (_Opaque, ()),
+    "llama_model_load_from_file": (_POINTER, (ctypes.c_char_p, _Opaque)),
+    "llama_model_get_vocab": (_POINTER, (_POINTER,)),
+    "llama_model_size": (ctypes.c_uint64, (_POINTER,)),
+    "llama_vocab_n_tokens": (_INT, (_POINTER,)),
+    "llama_context_default_params": (_Opaque, ()),
+    "llama_init_from_model": (_POINTER, (_POINTER, _Opaque)),
+    "llama_set_n_threads": (None, (_POINTER, _INT, _INT)),
+    "llama_n_ubatch": (ctypes.c_uint32, (_POINTER,)),
+    "llama_n_seq_max": (ctypes.c_uint32, (_POINTER,)),
+    "llama_n_threads": (_INT, (_POINTER,)),
+    "llama_get_memory": (_POINTER, (_POINTER,)),
+    "llama_batch_init": (_Batch, (_INT, _INT, _INT)),
+    "llama_memory_seq_rm": (ctypes.c_bool, (_POINTER, _INT, _INT, _INT)),
+    "llama_decode": (_INT, (_POINTER, _Batch)),
+    "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), (_POINTER, _INT)),
+    "llama_model_quantize_default_params": (_Opaque, ()),
+    "llama_model_quantize": (
+        ctypes.c_uint32,
+        (ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Opaque)),
+    ),
+}
+"""Of llama.h and ggml-backend.h: what each returns and takes."""
+
+
+def llama_library(folder: Path) -> Any:
+    """llama.cpp's library in a folder that also has its backends, the best of which for this CPU
+    it loads itself. Raises ValueError where there is none, or one too old to have what is called.
+    """
+    found = [file for file in folder.glob("libllama.*") if ".so" in file.name]
+    if not found:
+        raise ValueError(f"{folder} has no libllama")
+    try:
+        library = ctypes.CDLL(str(min(found).resolve()))
+        for name, (returned, taken) in _FUNCTIONS.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = returned, taken
+    except (OSError, AttributeError) as error:
+        raise ValueError(f"{folder}: {error}") from error
+    library.ggml_backend_load_all_from_path(str(folder.resolve()).encode())
+    library.llama_backend_init()
+    return library
+
+
+def quantize_gguf(job: dict[str, Any]) -> dict[str, Any]:
+    """Writes a file of float16 in another precision, as llama.cpp's own tool does, unless it
+    exists. job: library, source, target, precision. Raises ValueError where llama.cpp cannot."""
+    target = Path(job["target"])
+    if not target.exists():
+        library = llama_library(Path(job["library"]))
+        settings = library.llama_model_quantize_default_params()
+        settings.first[:2] = 0, _FILE_TYPES[job["precision"]]
+        part = target.with_suffix(".part")
+        source = str(job["source"]).encode()
+        if library.llama_model_quantize(source, str(part).encode(), ctypes.byref(settings)):
+            raise ValueError(f"llama.cpp cannot quantise to {job['precision']}")
+        os.replace(part, target)
+    return {}
+
+
 def run_llama(job: dict[str, Any]) -> Any:
-    """llama.cpp through llama-cpp-python's C functions, with weights and KV in float16.
+    """llama.cpp through the functions of its library, with the weights of a file and KV in float16.
 
     All sequences are in one context with a KV stream each (its faster mode), under the same token
-    budget per step as the others: decode first, the rest for prompts. job: gguf, threads,
-    step_tokens, requests, warm. Returns tokens, seconds and cpu_seconds.
+    budget per step as the others: decode first, the rest for prompts. job: library, gguf, threads,
+    step_tokens, requests, warm. Returns tokens, seconds, cpu_seconds and weights_bytes.
     """
-    return _timed(_Llama(job).serve, job)
+    llama = _Llama(job)
+    return {**_timed(llama.serve, job), "weights_bytes": llama.weights_bytes}
 
 
 @dataclass(slots=True)
@@ -211,29 +300,31 @@ class _Llama:
     """One context with room for the requests of a job."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        import llama_cpp
-
         prompts, outputs = job["requests"]["prompts"], job["requests"]["outputs"]
         longest = max(len(p) + output for p, output in zip(prompts, outputs, strict=True))
-        self._api: Any = llama_cpp
         self._budget = job["step_tokens"]
         self._places = min(MAX_RUNNING, len(prompts))
-        llama_cpp.llama_backend_init()
-        model = llama_cpp.llama_model_load_from_file(
-            job["gguf"].encode(), llama_cpp.llama_model_default_params()
+        self._api = api = llama_library(Path(job["library"]))
+        model = api.llama_model_load_from_file(
+            job["gguf"].encode(), api.llama_model_default_params()
         )
         if not model:
             sys.exit("llama.cpp cannot load the GGUF file")
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = -(-longest // STREAM) * STREAM * self._places
-        settings.n_seq_max = self._places
-        settings.n_batch = settings.n_ubatch = self._budget
-        settings.n_threads = settings.n_threads_batch = job["threads"]
-        settings.kv_unified = False
-        self._context = llama_cpp.llama_init_from_model(model, settings)
-        self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = llama_cpp.llama_batch_init(self._budget, 0, 1)
+        self.weights_bytes: int = api.llama_model_size(model)
+        self._vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        settings = api.llama_context_default_params()
+        positions = -(-longest // STREAM) * STREAM * self._places
+        # n_ctx, n_batch, n_ubatch, n_seq_max
+        settings.first[:] = positions, self._budget, self._budget, self._places
+        self._context = api.llama_init_from_model(model, settings)
+        if not self._context:
+            sys.exit("llama.cpp cannot make a context")
+        api.llama_set_n_threads(self._context, job["threads"], job["threads"])
+        has = api.llama_n_ubatch, api.llama_n_seq_max, api.llama_n_threads
+        if [get(self._context) for get in has] != [self._budget, self._places, job["threads"]]:
+            sys.exit("this llama.cpp has other parameters than are known here")
+        self._memory = api.llama_get_memory(self._context)
+        self._batch = api.llama_batch_init(self._budget, 0, 1)
 
     def serve(self, asked: dict[str, Any]) -> list[list[int]]:
         waiting = list(enumerate(zip(asked["prompts"], asked["outputs"], strict=True)))[::-1]

@@ -39,13 +39,15 @@ def test_agreement_counts_equal_answers_and_equal_beginnings() -> None:
 
 
 def test_rivals_take_part_when_asked() -> None:
-    def names(*, int8: bool = False, peers: bool = False, llama_python: str = "") -> set[str]:
-        found = line_up(Path("m"), int8=int8, peers_too=peers, llama_python=llama_python)
+    def names(
+        precisions: tuple[str, ...] = (), *, peers: bool = False, llama: str = ""
+    ) -> set[str]:
+        found = line_up(Path("m"), precisions=precisions, peers_too=peers, llama=llama)
         return {contender.name for contender in found}
 
     alone = {engine.EXACT, engine.PLAIN}
     rivals = {engine.CONTINUOUS, *engine.STATIC.values()}
     assert names() == alone
-    assert names(int8=True) == alone | {engine.INT8}
+    assert names(("int8", "int4")) == alone | {"Baton int8", "Baton int4"}
     assert names(peers=True) == alone | rivals
-    assert names(peers=True, llama_python="python") == alone | rivals | {engine.LLAMA}
+    assert names(peers=True, llama="lib") == alone | rivals | set(engine.LLAMA.values())

@@ -49,6 +49,23 @@ def test_routing(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
+def test_weights(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    file = tmp_path / "figures.json"
+    few = ["--rounds", "1", "--batches", "2", "--context", "32", "--prompt", "48"]
+    where = ["--shape", "tiny", "--threads", "1", "--json", str(file)]
+    assert main(["bench", "weights", *few, *where]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    plain = found["plain, float32: step of 2"]
+    assert found["int8 by output, float32: step of 2"]["against"] == plain["value"] > 0
+    four, eight, wide = (
+        found[f"{name}, float32: weights"]["value"]
+        for name in ("4 bits, groups of 32", "fp8 by output", "plain")
+    )
+    assert four < eight < wide
+
+
+@pytest.mark.deep
 def test_adapters(bench: Bench) -> None:
     few = ["--rounds", "1", "--batch", "4", "--adapters", "1,4", "--context", "32", "--rank", "8"]
     found = bench("adapters", *few)

@@ -1,7 +1,8 @@
 """Writes quantised checkpoints as the tools do whose formats they are, from a plain one.
 
 Beside each is written, not quantised, what its numbers stand for: the reference. Both are made here
-from the same codes, scales and zeros, bit by bit and without Baton's reader.
+from the same codes, scales and zeros, bit by bit and without Baton's reader. Numbers are rounded to
+the nearest: what those tools learn from samples of text only makes other codes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ class Kind:
     only: str = "_proj.weight"
     """Ends of names of weights that are quantised."""
     skips: tuple[str, ...] = ("kv_b_proj", "mlp.gate.")
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_layers: bool = True
+    """Whether these are weights of linear layers; otherwise of experts."""
 
 
 def _groups(
@@ -246,7 +248,7 @@ KINDS = {
         {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
         _gptq(4, symmetric=False, shuffled=False, offset=0),
     ),
-    "mxfp4": Kind({"quant_method": "mxfp4"}, _mxfp4, only="_proj"),
+    "mxfp4": Kind({"quant_method": "mxfp4"}, _mxfp4, only="_proj", of_layers=False),
 }
 
 
@@ -267,7 +269,8 @@ def write(kind: str, plain: Path, folder: Path) -> tuple[Path, Path]:
         for part, tensor in made.parts.items():
             whole = name + part[1:] if part[0] == "=" else name.removesuffix("weight") + part
             stored[whole] = tensor.contiguous()
-    assert count, "nothing was quantised"
+    if not count:
+        raise ValueError(f"{plain} has no weights to quantise")
     save_file(stored, quantised / "model.safetensors", {"format": "pt"})
     save_file(means, reference / "model.safetensors", {"format": "pt"})
     change_config(quantised, quantization_config=chosen.config)
