@@ -13,20 +13,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from baton_loadtest.quantised import E2M1, KINDS, change_config, write
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
-from batonlm.engine.checkpoint import Checkpoint, UnsupportedModel, check_files, read_scheme
+from batonlm.engine.checkpoint import (
+    Checkpoint,
+    Numbers,
+    UnsupportedModel,
+    check_files,
+    read_scheme,
+)
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee, weights_bytes
-from batonlm.engine.kept import KeptLinear
+from batonlm.engine.kept import KeptLinear, KeptStack, NotKept, kept_in, stacks_of
 from batonlm.engine.loader import Bar, load, outline, read_onto
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
 from tests.engine.machine import needs_int8
-from tests.engine.quantised import KINDS, change_config, write
 from tests.engine.tiny_models import VOCAB
 
 NEW = 8
-DENSE = sorted(set(KINDS) - {"mxfp4"})
+DENSE = sorted(name for name, kind in KINDS.items() if kind.of_layers)
 
 
 def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -43,13 +49,16 @@ def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def check(quantised: Path, reference: Path, *, kept: int) -> None:
     """Equal weights, bit for bit, and equal tokens, whatever a step is made of. kept: how many
-    layers stay quantised."""
+    matrices stay quantised."""
     loaded = load(EngineConfig(str(quantised), device="cpu")).network
     ours = loaded.state_dict()
-    layers = {n: each for n, each in loaded.named_modules() if isinstance(each, KeptLinear)}
-    assert len(layers) == kept
+    assert len(kept_in(loaded)) == kept
     theirs = load(EngineConfig(str(reference), device="cpu")).network.state_dict()
-    ours |= {f"{name}.weight": layer.kept.dense() for name, layer in layers.items()}
+    for prefix, module in loaded.named_modules():
+        if isinstance(module, KeptLinear):
+            ours[f"{prefix}.weight"] = module.kept.dense()
+        for name, stack in stacks_of(module).items():
+            ours[f"{prefix}.{name}"] = torch.stack([stack[i] for i in range(stack.shape[0])])
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert torch.equal(ours[name], weight), name
@@ -157,13 +166,13 @@ def test_what_cannot_be_kept_is_dequantised_and_said(
     assert "1 quantised weights are dequantised: its groups of inputs are of several" in caplog.text
     kept = [each for each in network.modules() if isinstance(each, KeptLinear)]
     assert len(kept) == 20
-    assert "of linear layers as stored (20 int4)" in caplog.text
+    assert "of weights as stored (20 int4)" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("arch", "kind", "kept"),
     [
-        ("gpt_oss", "mxfp4", 0),
+        ("gpt_oss", "mxfp4", 24),
         ("deepseek_v3", "fp8 by block", 0),
         ("qwen3_moe", "compressed w4a16", 0),
         ("qwen3", "awq", 21),
@@ -174,8 +183,55 @@ def test_what_cannot_be_kept_is_dequantised_and_said(
 def test_models_of_other_forms(
     arch: str, kind: str, kept: int, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Experts that files have one by one are dequantised, and with them all of their model."""
+    """Packed experts are kept; those that files have one by one are dequantised, and with them all
+    of their model."""
     check(*write(kind, saved(arch), tmp_path), kept=kept)
+
+
+def mxfp4(codes: torch.Tensor, exponents: torch.Tensor) -> Numbers:
+    scales = torch.exp2(exponents.float())
+    return Numbers(codes, scales, bits=4, group=32, transposed=True, is_e2m1=True)
+
+
+def test_every_number_of_mxfp4_is_kept_as_it_is() -> None:
+    """Under every scale that leaves float32 a number, down to those without a leading one."""
+    exponents = torch.arange(-127, 2)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(2, len(exponents), 2)
+    numbers = mxfp4(codes, exponents.view(1, -1, 1).expand(2, -1, -1))
+    stack = KeptStack.of(numbers, torch.float32)
+    wanted = torch.tensor([*E2M1, *(-number for number in E2M1)]).repeat(2)
+    for expert in range(2):
+        found = stack[expert].t()
+        assert torch.equal(found, wanted * torch.exp2(exponents.float())[:, None])
+        assert torch.equal(found.signbit(), wanted.signbit().expand_as(found))
+    assert torch.equal(torch.stack([stack[0], stack[1]]).mT, numbers.dense(torch.float32).mT)
+    with pytest.raises(NotKept, match="large"):
+        KeptStack.of(mxfp4(codes[:, :1], torch.full((2, 1, 1), 2)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_stay_in_four_bits(
+    dtype: str, saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantised, reference = write("mxfp4", saved("gpt_oss"), tmp_path)
+    config = EngineConfig(str(quantised), num_blocks=64, dtype=dtype, device="cpu")
+    loaded = load(config)
+    taken = weights_bytes(loaded.network, loaded.device, "none")
+    assert foresee(config).memory.weights_bytes == taken
+    wide = load(replace(config, model=str(reference)))
+    shapes = [kept.shape for kept in kept_in(loaded.network)]
+    numbers = sum(outputs * inputs for outputs, inputs in shapes)
+    dense = numbers * (4 if dtype == "float32" else 2)
+    # 4 bits, and a scale of 16 for 32 numbers.
+    assert weights_bytes(wide.network, wide.device, "none") - taken == dense - numbers * 9 // 16
+    runner = TorchRunner.load(config)
+    prompts = random_prompts([3, 40, 17], VOCAB)
+    try:
+        assert runner.exact, runner.not_exact_because
+        wanted = [generate(runner, [prompt], together(1, 5), NEW)[0] for prompt in prompts]
+        assert generate(runner, prompts, scattered(3, 5), NEW, chunk=7) == wanted
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("kind", ["awq", "fp8 by block"])

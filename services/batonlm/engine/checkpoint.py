@@ -272,22 +272,25 @@ class Numbers:
     """int64 [inputs], the group of each input, where groups do not lie side by side."""
     transposed: bool = False
     """Whether the network has inputs before outputs."""
+    is_e2m1: bool = False
+    """Whether codes are those of MXFP4's numbers, and not numbers themselves."""
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, computed in float32, one matrix after the other, so that only one of them is
         wide at a time."""
         if self.codes.dim() > 2:
-            matrices = [self._at(index).dense(dtype) for index in range(len(self.codes))]
-            return torch.stack(matrices)
-        numbers = self.codes.float()
+            return torch.stack([matrix.dense(dtype) for matrix in self.matrices()])
+        numbers = torch.tensor(_E2M1)[self.codes.int()] if self.is_e2m1 else self.codes.float()
         if self.zeros is not None:
             numbers -= self._spread(self.zeros.float())
         numbers *= self._spread(self.scales.float())
         return (numbers.t() if self.transposed else numbers).to(dtype)
 
-    def _at(self, index: int) -> Numbers:
-        zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
+    def matrices(self) -> Iterator[Numbers]:
+        """Of a weight of several, one after the other."""
+        zeros = (None for _ in self.codes) if self.zeros is None else self.zeros
+        for codes, scales, own in zip(self.codes, self.scales, zeros, strict=True):
+            yield replace(self, codes=codes, scales=scales, zeros=own)
 
     def _spread(self, by_group: torch.Tensor) -> torch.Tensor:
         """[outputs, groups] -> [outputs, inputs]."""
@@ -330,7 +333,7 @@ class Quantised:
         try:
             numbers = self._numbers()
             whole = make(numbers)
-        except (KeyError, RuntimeError, IndexError) as error:
+        except (KeyError, RuntimeError, IndexError, ValueError) as error:
             raise UnsupportedModel(f"{self._name}: its quantised parts do not fit") from error
         zeros = numbers.scales if numbers.zeros is None else numbers.zeros
         if list(whole.shape) != self._shape or zeros.shape != numbers.scales.shape:
@@ -484,20 +487,18 @@ def _read_awq(_scheme: Scheme, module: str, stored: Mapping[str, Slice]) -> Numb
     return Numbers(codes, scales, unpacked("qzeros"), 4, group)
 
 
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""The numbers of MXFP4 by their codes, twice as large. (There is a zero with a sign.)"""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of MXFP4 by their codes."""
 _E8M0_BIAS = 127
 
 
 def _read_mxfp4(whole: str, stored: Mapping[str, Slice]) -> Numbers:
     """Two codes in a byte, the first in the lower half; scales are exponents, of 32 codes each."""
     packed = stored[f"{whole}_blocks"][...].flatten(-2)
-    numbers = torch.tensor(_E2M1, dtype=torch.int8)
-    halves = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-    codes = numbers[halves.int()]
-    exponents = stored[f"{whole}_scales"][...].int() - _E8M0_BIAS - 1
-    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
-    return Numbers(codes, scales, group=32, transposed=True)
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    exponents = stored[f"{whole}_scales"][...].int() - _E8M0_BIAS
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return Numbers(codes, scales, bits=4, group=32, transposed=True, is_e2m1=True)
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.config import EngineConfig
-from batonlm.engine.kept import KeptLinear
+from batonlm.engine.kept import KeptLinear, kept_in, stacks_of
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.lean import Conv1D
 from batonlm.engine.linear import are_known_experts
@@ -40,11 +40,9 @@ from batonlm.engine.memory import (
 def weights_bytes(network: nn.Module, device: torch.device, quantize: str) -> int:
     """Parameters and buffers, tied ones once, except that packing on a CPU unties linear layers;
     and weights that are kept as they are stored."""
-    total = 0
+    total = sum(kept.num_bytes for kept in kept_in(network))
     seen: set[tuple[int, bool]] = set()
     for module in network.modules():
-        if isinstance(module, KeptLinear):
-            total += module.kept.num_bytes
         for name, tensor in (
             *module.named_parameters(recurse=False),
             *module.named_buffers(recurse=False),
@@ -135,7 +133,9 @@ def _widest(network: nn.Module, text: object) -> int:
         elif isinstance(module, Conv1D):
             widths.append(int(module.nf))
     chosen = int(getattr(text, "num_experts_per_tok", None) or 1)
-    widths += [chosen * max(p.shape[1:]) for p in network.parameters() if p.dim() == 3]
+    stacks = (stack for module in network.modules() for stack in stacks_of(module).values())
+    shapes = (*(weight.shape for weight in network.parameters()), *(each.shape for each in stacks))
+    widths += [chosen * max(shape[1:]) for shape in shapes if len(shape) == 3]
     return max(widths)
 
 

@@ -32,8 +32,15 @@ _MULTIPLE = 16
 _E4M3_SHIFT = 4
 _E4M3_MASK = -(1 << 15) | 0x7F0
 _E4M3_SCALE = 2.0**120
-_E4M3_LARGEST_SCALE = 128
 _E4M3_NAN = 0x7F
+
+# The same of e2m1, in the upper half of a byte, and 2**126.
+_E2M1_SHIFT = 2
+_E2M1_MASK = -(1 << 15) | 0x1C0
+_E2M1_SCALE = 2.0**126
+
+_LARGEST_SCALES = {"fp8": 128, "fp4": 4}
+"""Scales as large would be more than float32 has, times what is in them."""
 
 
 class NotKept(Exception):
@@ -45,12 +52,13 @@ class Tile:
     """Some outputs of a weight, inputs first: codes of the same input lie side by side."""
 
     codes: torch.Tensor
-    """uint8 [inputs * outputs / 2] of 4 bits, the first half of the numbers in the lower bits; int8
-    [inputs, outputs] of 8 bits and of e4m3."""
+    """uint8 [inputs * outputs / 2] of 4 bits and of e2m1, the first half of the numbers in the
+    lower bits; int8 [inputs, outputs] of 8 bits and of e4m3."""
     scales: torch.Tensor
     """[groups, 1, outputs or 1]."""
     zeros: torch.Tensor | None
-    """Shaped as scales: uint8 of 4 bits, where None stands for 8; int8 of 8 bits; None of e4m3."""
+    """Shaped as scales: uint8 of 4 bits, where None stands for 8; int8 of 8 bits; None of e4m3 and
+    e2m1."""
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +71,7 @@ class KeptWeight:
     """A weight [outputs, inputs] as a checkpoint has it: (code - zero) * scale."""
 
     kind: str
-    """int4, int8 or fp8."""
+    """int4, int8, fp8 (e4m3) or fp4 (e2m1)."""
     dtype: torch.dtype
     """That products are computed in."""
     inputs: int
@@ -75,10 +83,11 @@ class KeptWeight:
 
     @classmethod
     def of(cls, numbers: Numbers, dtype: torch.dtype) -> KeptWeight:
-        """Raises NotKept."""
-        if numbers.codes.dim() != 2 or numbers.transposed:
-            raise NotKept("experts are")
+        """numbers: of one matrix. Raises NotKept."""
+        if numbers.codes.dim() != 2:
+            raise NotKept("it is of several matrices")
         kind = "fp8" if numbers.codes.dtype == torch.float8_e4m3fn else f"int{numbers.bits}"
+        kind = "fp4" if numbers.is_e2m1 else kind
         outputs, inputs = numbers.codes.shape
         codes, order = numbers.codes, None
         groups = numbers.scales.shape[-1]
@@ -92,11 +101,14 @@ class KeptWeight:
             codes = codes[:, order]
         if kind == "fp8":
             codes = codes.view(torch.int8)
-            if not codes.is_meta:
-                _check_e4m3(codes, numbers.scales)
+            if not codes.is_meta and bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
+                raise NotKept("some of its codes are no numbers")
+        largest = None if codes.is_meta else _LARGEST_SCALES.get(kind)
+        if largest is not None and not bool((numbers.scales.abs() < largest).all()):
+            raise NotKept("some of its scales are large")
         width = max(_MULTIPLE, TILE_NUMBERS // inputs // _MULTIPLE * _MULTIPLE)
         pieces = torch.split(codes, width)
-        if kind == "int4" and any(piece.numel() % 2 for piece in pieces):
+        if kind in ("int4", "fp4") and any(piece.numel() % 2 for piece in pieces):
             raise NotKept("an odd number of codes shares no bytes")
         by_output = numbers.scales.shape[0] == outputs
         tiles = []
@@ -235,13 +247,6 @@ class KeptWeight:
         return codes, torch.cat([tile.scales.flatten() for tile in self.tiles]).float()
 
 
-def _check_e4m3(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    if bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
-        raise NotKept("some of its codes are no numbers")
-    if not bool((scales.abs() < _E4M3_LARGEST_SCALE).all()):
-        raise NotKept("some of its scales are large")
-
-
 def _tile(kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Tile:
     """codes: [outputs, inputs]. scales: [outputs or 1, groups]."""
     wide = codes.t().contiguous()
@@ -249,6 +254,9 @@ def _tile(kind: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Ten
         wide_scales = scales.float() * _E4M3_SCALE
         return Tile(wide, wide_scales.t().contiguous().unsqueeze(1), None)
     by_group = scales.t().contiguous().unsqueeze(1)
+    if kind == "fp4":
+        # Powers of two, which bfloat16 has all of.
+        by_group = (by_group * _E2M1_SCALE).to(torch.bfloat16)
     offsets = None if zeros is None else zeros.t().contiguous().unsqueeze(1)
     if kind == "int8":
         if wide.dtype == torch.uint8:
@@ -274,7 +282,14 @@ def _codes4(tile: Tile) -> torch.Tensor:
 
 def _widened(kind: str, tile: Tile, inputs: int) -> torch.Tensor:
     """float32 [inputs, outputs] in scratch memory, until the next call on this thread."""
-    if kind == "int4":
+    if kind == "fp4":
+        raw = _codes4(tile)
+        upper = raw.bitwise_left_shift_(4).view(torch.int8)
+        bits = _scratch("bits", len(raw), torch.int16)
+        bits.copy_(upper).bitwise_left_shift_(_E2M1_SHIFT).bitwise_and_(_E2M1_MASK)
+        wide = _scratch("wide", len(raw), torch.float32).view(inputs, -1)
+        wide.copy_(bits.view(torch.bfloat16).view(wide.shape))
+    elif kind == "int4":
         raw = _codes4(tile)
         by_group = raw.view(len(tile.scales), -1, len(raw) // inputs)
         # The difference wraps, and is right when it is read with a sign.
@@ -344,8 +359,50 @@ class KeptLinear(nn.Module):
         return cls(KeptWeight.joined([part.kept for part in parts]), bias)
 
 
+class KeptStack:
+    """The matrices of all experts of a module, in the place of its parameter. Where the module's
+    own code takes one out, it is dequantised; `linear.swap` binds them as they are."""
+
+    def __init__(self, matrices: Sequence[KeptWeight], *, transposed: bool):
+        """transposed: whether the module has inputs before outputs."""
+        self.matrices = tuple(matrices)
+        self.transposed = transposed
+        rows, columns = matrices[0].shape[::-1] if transposed else matrices[0].shape
+        self.shape: tuple[int, ...] = (len(matrices), rows, columns)
+
+    @classmethod
+    def of(cls, numbers: Numbers, dtype: torch.dtype) -> KeptStack:
+        """numbers: of several matrices. Raises NotKept."""
+        kept = [KeptWeight.of(one, dtype) for one in numbers.matrices()]
+        return cls(kept, transposed=numbers.transposed)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self.matrices)
+
+    def __getitem__(self, index: torch.Tensor | int) -> torch.Tensor:
+        if isinstance(index, torch.Tensor) and index.is_meta:
+            return index.new_empty((*index.shape, *self.shape[1:]), dtype=self.matrices[0].dtype)
+        dense = self.matrices[int(index)].dense()
+        return dense.t() if self.transposed else dense
+
+
+def stacks_of(module: nn.Module) -> dict[str, KeptStack]:
+    """What a module of experts has instead of parameters, by name."""
+    return {name: each for name, each in vars(module).items() if isinstance(each, KeptStack)}
+
+
+def kept_in(network: nn.Module) -> list[KeptWeight]:
+    """All weights of a network that stay as they are stored."""
+    found = []
+    for module in network.modules():
+        if isinstance(module, KeptLinear):
+            found.append(module.kept)
+        found += [kept for stack in stacks_of(module).values() for kept in stack.matrices]
+    return found
+
+
 def rounds(network: nn.Module) -> bool:
     """Whether products of kept weights are not those of the dequantised ones: torch's own read
     scales in bfloat16."""
-    found = (module for module in network.modules() if isinstance(module, KeptLinear))
-    return any(module.kept.has_own_product for module in found)
+    return any(kept.has_own_product for kept in kept_in(network))

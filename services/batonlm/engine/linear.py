@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from batonlm.engine.exact import BASE, MOST, NotExact, Product, in_tiles, prove, random_rows, tiled
-from batonlm.engine.kept import KeptLinear, KeptWeight
+from batonlm.engine.kept import KeptLinear, KeptWeight, stacks_of
 from batonlm.engine.latent import LatentProjection
 from batonlm.engine.lean import Conv1D
 from batonlm.engine.quantized import (
@@ -361,7 +361,7 @@ class PackedExperts(nn.Module):
         into, out_of = _names(own)
         self._into = _bind_each(own, into, chooser)
         self._out_of = _bind_each(own, out_of, chooser)
-        for name, _ in list(own.named_parameters(recurse=False)):
+        for name in (*dict(own.named_parameters(recurse=False)), *stacks_of(own)):
             delattr(own, name)
 
     @property
@@ -413,8 +413,8 @@ def are_known_experts(module: nn.Module) -> bool:
         return False
     names = _names(module)
     expected = {*names, *(f"{name}_bias" for name in names if module.has_bias)}
-    own = dict(module.named_parameters(recurse=False))
-    return set(own) == expected and all(own[name].dim() == 3 for name in names)
+    own: dict[str, Any] = {**dict(module.named_parameters(recurse=False)), **stacks_of(module)}
+    return set(own) == expected and all(len(own[name].shape) == 3 for name in names)
 
 
 def _names(module: nn.Module) -> tuple[str, str]:
@@ -422,13 +422,15 @@ def _names(module: nn.Module) -> tuple[str, str]:
 
 
 def _bind_each(module: nn.Module, name: str, chooser: Chooser) -> list[Bound]:
-    weights = module.get_parameter(name).detach()
     biases = module.get_parameter(f"{name}_bias").detach() if module.has_bias else None
+    weights: Sequence[torch.Tensor | KeptWeight]
+    if stack := stacks_of(module).get(name):
+        weights = stack.matrices
+    else:
+        packed = module.get_parameter(name).detach()
+        weights = list(packed.transpose(1, 2) if module.is_transposed else packed)
     return [
-        chooser.bind(
-            weight.t() if module.is_transposed else weight,
-            None if biases is None else biases[expert],
-        )
+        chooser.bind(weight, None if biases is None else biases[expert])
         for expert, weight in enumerate(weights)
     ]
 

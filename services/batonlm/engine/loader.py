@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArgu
 from batonlm.engine.attention.own import OwnAttention, cache_layers, keeps_states, probe_own
 from batonlm.engine.checkpoint import (
     Checkpoint,
+    Numbers,
     Quantised,
     Scheme,
     Slice,
@@ -36,10 +37,11 @@ from batonlm.engine.checkpoint import (
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.fused.decoder import Decoder
-from batonlm.engine.kept import KeptLinear, KeptWeight, NotKept
+from batonlm.engine.kept import KeptLinear, KeptStack, KeptWeight, NotKept, kept_in
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents, keeps_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
+from batonlm.engine.linear import are_known_experts
 from batonlm.engine.memory import size
 from batonlm.engine.quantized import settle
 from batonlm.registry.cache import differing
@@ -439,7 +441,7 @@ def read_onto(
 ) -> nn.Module | None:
     """The network in a device's memory, read weight by weight: the host never holds all of it.
 
-    keep: linear layers whose weights are quantised become `KeptLinear`, where that can be. None
+    keep: quantised weights stay so where that can be, see `kept`. None
     where only transformers can read it: where files name or shape weights otherwise, where some
     weights keep a type of their own, or buffers are not all made from the configuration.
     """
@@ -480,6 +482,9 @@ def _readable(model_class: Any, network: Any, stored: Mapping[str, Slice]) -> bo
     )
 
 
+_Kept = TypeVar("_Kept", KeptWeight, KeptStack)
+
+
 def _keeps(scheme: Scheme | None, device: torch.device, quantize: str) -> bool:
     """Whether weights of a quantised checkpoint stay as they are where they can: on CPUs, unless
     they are to be rounded to other numbers. int8 takes codes of 8 bits as they are."""
@@ -489,36 +494,51 @@ def _keeps(scheme: Scheme | None, device: torch.device, quantize: str) -> bool:
 def _keep(
     network: nn.Module, stored: Mapping[str, Slice], dtype: torch.dtype, bar: Bar | None = None
 ) -> None:
-    """Has linear layers keep quantised weights; others are left as they are, to be dequantised."""
+    """Has linear layers and experts keep quantised weights; others are left as they are, to be
+    dequantised."""
     because: Counter[str] = Counter()
+
+    def kept(name: str, make: Callable[[Numbers], _Kept]) -> _Kept | None:
+        part = stored.get(name.lstrip("."))
+        if not isinstance(part, Quantised):
+            return None
+        try:
+            found = part.read(make)
+        except NotKept as error:
+            because[str(error)] += 1
+            return None
+        if bar is not None:
+            bar.advance(found.num_bytes)
+        return found
+
     for prefix, parent in list(network.named_modules()):
+        if are_known_experts(parent):
+            for name, parameter in list(parent.named_parameters(recurse=False)):
+                stack = kept(f"{prefix}.{name}", lambda numbers: KeptStack.of(numbers, dtype))
+                if stack is not None and parameter.dim() == 3:
+                    delattr(parent, name)
+                    setattr(parent, name, stack)
+            continue
         for name, child in list(parent.named_children()):
-            part = stored.get(f"{prefix}.{name}.weight".lstrip("."))
-            if not isinstance(part, Quantised):
-                continue
-            if type(child) is not nn.Linear or hasattr(parent, "expand_kv"):
-                because["only plain linear layers are kept"] += 1
-                continue
-            try:
-                kept = part.read(lambda numbers: KeptWeight.of(numbers, dtype))
-            except NotKept as error:
-                because[str(error)] += 1
-                continue
-            setattr(parent, name, KeptLinear(kept, child.bias))
-            if bar is not None:
-                bar.advance(kept.num_bytes)
+            whole = f"{prefix}.{name}.weight"
+            if type(child) is nn.Linear and not hasattr(parent, "expand_kv"):
+                weight = kept(whole, lambda numbers: KeptWeight.of(numbers, dtype))
+                if weight is not None:
+                    setattr(parent, name, KeptLinear(weight, child.bias))
+            elif isinstance(stored.get(whole.lstrip(".")), Quantised):
+                because["only plain linear layers and experts are kept"] += 1
     for reason, count in because.items():
         log.info("%d quantised weights are dequantised: %s", count, reason)
 
 
 def _said(network: nn.Module) -> str:
     """What has become of quantised weights, for one line at load."""
-    kept = [module.kept for module in network.modules() if isinstance(module, KeptLinear)]
+    kept = kept_in(network)
     if not kept:
         return "dequantised while it is read"
     kinds = Counter(each.kind for each in kept)
     names = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    return f"{size(sum(each.num_bytes for each in kept))} of linear layers as stored ({names})"
+    return f"{size(sum(each.num_bytes for each in kept))} of weights as stored ({names})"
 
 
 def compute_buffers(network: nn.Module) -> str | None:
