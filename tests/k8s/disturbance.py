@@ -43,13 +43,15 @@ async def reference_of(release: Release) -> Reference:
 
 
 @asynccontextmanager
-async def loaded(release: Release, reference: Reference) -> AsyncIterator[Load]:
-    """Streams run while the block does, and after it to their ends."""
+async def loaded(
+    release: Release, reference: Reference, streams: int = STREAMS
+) -> AsyncIterator[Load]:
+    """So many streams at a time run while the block does, and after it to their ends."""
     async with (
         reached(release) as (grpc, http),
         Clients(grpc, http, count=CONNECTIONS) as clients,
     ):
-        load = Load(clients, reference.wanted, reference.expected, STREAMS)
+        load = Load(clients, reference.wanted, reference.expected, streams)
         async with load.running():
             yield load
 

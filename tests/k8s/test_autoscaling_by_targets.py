@@ -30,6 +30,8 @@ FORMER_TARGETS = {"prefill": 4096.0, "decode": 0.7}
 """Of a pod: `targetWaitingTokens`, and `targetKvUse` as a share."""
 RUNNING = 6
 """Sequences of a decode worker: few, so that sequences and not the CPU are what binds."""
+STREAMS = 2
+"""At a time while a pool shrinks: too few for a second worker to be asked for."""
 QUIET_ASKS = 24
 """So many requests in a row without a refusal: those that are refused are over."""
 
@@ -78,7 +80,7 @@ async def test_sequences_that_wait_for_decode_bring_decode(
         assert former < FORMER_TARGETS["decode"]
         await _quiet(asked)
         assert await _replicas(scaled) == {**others, "decode": 2}
-    async with loaded(scaled, reference) as load:
+    async with loaded(scaled, reference, STREAMS) as load:
         await _until(scaled, "decode", 1, None)
         await load.more(8)
     load.tally.check(at_least=8)
@@ -90,12 +92,14 @@ async def test_prompts_that_wait_for_prefill_bring_prefill(
 ) -> None:
     # Many sequences, so that decode has room for all that prefill hands over.
     await asyncio.to_thread(scaled.upgrade, {"decode.config.max_running": "64"})
+    # While its only worker is replaced, a second one may be asked for.
+    await _until(scaled, "decode", 1, None)
     others = await _replicas(scaled)
     async with _asking(scaled, clients=40, prompt=1500, output=2) as asked:
         former = await _until(scaled, "prefill", 2, asked)
         assert former < FORMER_TARGETS["prefill"]
         assert await _replicas(scaled) == {**others, "prefill": 2}
-    async with loaded(scaled, reference) as load:
+    async with loaded(scaled, reference, STREAMS) as load:
         await _until(scaled, "prefill", 1, None)
         await load.more(8)
     load.tally.check(at_least=8)
@@ -126,7 +130,7 @@ async def test_the_planner_scales_by_itself(scaled: Release, reference: Referenc
         assert await _replicas(scaled) == {**others, "decode": 2}
     why = scaled.cluster.get("events", "--field-selector", "reason=Scaled")["items"]
     assert "from 1 to 2: routers ask for" in why[0]["message"], why
-    async with loaded(scaled, reference) as load:
+    async with loaded(scaled, reference, STREAMS) as load:
         await _until(scaled, "decode", 1, None)
         await load.more(8)
     load.tally.check(at_least=8)
