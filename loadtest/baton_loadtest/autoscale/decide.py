@@ -41,7 +41,7 @@ class PoolPlan:
     """Decides for one pool. Call `decide` with times that grow.
 
     It grows at once, to at most twice its size, and shrinks by a quarter at a time. So a change in
-    the other direction comes at least a cool-down after a growth.
+    the other direction comes at least a cool-down after a growth, and after the first decision.
     """
 
     def __init__(self, policy: PoolPolicy) -> None:
@@ -61,7 +61,10 @@ class PoolPlan:
         self._needed.append((now, wanted))
         while self._needed[0][0] < now - policy.cool_down_s:
             self._needed.popleft()
-        if self._ours is not None and size != self._ours:
+        if self._ours is None:
+            # What a planner before this one needed, and changed, is not known.
+            self._changed_at = now
+        elif size != self._ours:
             if size == self._chosen:
                 # It was carried out, though the answer that says so was lost.
                 self._changed_at = now

@@ -41,6 +41,16 @@ def test_it_shrinks_by_a_quarter_after_the_cool_down() -> None:
     assert [pool.need(2, 60.0) for _ in range(7)] == [8, 8, 6, 6, 5, 5, 4]
 
 
+def test_a_planner_that_begins_grows_pools_at_once_and_shrinks_none_within_the_cool_down() -> None:
+    """So one that dies, however often, changes nothing but growth."""
+    pool = Pool(8)
+    for _ in range(20):
+        pool.plan = PoolPlan(POLICY)
+        assert [pool.need(2, 50.0) for _ in range(3)] == [8, 8, 8]
+    pool.plan = PoolPlan(POLICY)
+    assert [pool.need(9), pool.need(2, 130.0)] == [9, 7]
+
+
 def test_a_hand_set_size_stays_for_a_while() -> None:
     pool = Pool(4)
     assert pool.need(4) == 4
