@@ -249,7 +249,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     # transformers reads the base of its rotary embedding where its own configuration has none.
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dory": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},

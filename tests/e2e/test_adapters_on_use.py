@@ -126,6 +126,7 @@ def test_many_more_than_a_worker_holds(relay: Relay, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_thousand_on_a_worker_that_holds_twenty(relay: Relay, folder: Path) -> None:
     more = folder.parent / "more"
     make_many(more, MOST)
