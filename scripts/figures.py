@@ -111,6 +111,9 @@ FIGURES = {
     "chaos-kv-head-of-line": Figure("chaos kv head-of-line"),
 }
 
+ELSEWHERE = {"cluster-sizes": "python -m scripts.sizes_on_cluster"}
+"""Figures that take more than this machine, a cluster: what measures them is run by hand."""
+
 
 def chosen(names: Sequence[str]) -> dict[str, Figure]:
     """Those named, all without a name. Raises SystemExit for unknown ones."""
