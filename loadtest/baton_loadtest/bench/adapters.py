@@ -2,7 +2,9 @@
 
 Steps of one batch size are timed in turns: without adapters, and with more and more distinct ones,
 each on every linear layer of the model and used by as many sequences as the others. A second runner
-has room for half of the most adapters, so that a step with all of them makes each ready again.
+has room for one adapter, so that two that take turns are made ready again each time. Then streams
+decode step after step, in turns with nothing beside them and while another adapter is loaded again
+and again: the longest gap between two tokens says what a hot load does to those who are served.
 """
 
 from __future__ import annotations
@@ -11,17 +13,23 @@ import argparse
 import json
 import math
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.engines import StepTimer
 from baton_loadtest.bench.options import engine, option
 from baton_loadtest.child import progress
 from baton_loadtest.launch import call, cores
-from baton_loadtest.report import Chart, Line, Report, Result, compared
+from baton_loadtest.report import Chart, Line, Report, Result, at_most, compared
+
+if TYPE_CHECKING:
+    from batonlm.engine.runner import TorchRunner
 
 PLOTS = True
 OPTIONS = (
@@ -35,6 +43,10 @@ OPTIONS = (
 
 DEADLINE_S = 900.0
 GOAL, GOAL_ADAPTERS = 0.75, 16
+LONGEST_GAP = 2.0
+"""Gaps without loads that the longest gap beside loads may be: one step more."""
+GAP_STEPS = 20
+"""Steps in a row, of each round and side."""
 MIB = 1 << 20
 
 
@@ -65,6 +77,11 @@ def measure(args: argparse.Namespace) -> Report:
         name = f"{count} distinct adapter{'' if count == 1 else 's'}"
         results.append(compared(name, speeds[count], "tokens/s", speeds[0], goal))
     results.append(Result("making one ready that was not", 1000 * found["page_s"], "ms"))
+    alone, beside = (1000 * max(found["gaps"][side]) for side in ("alone", "beside"))
+    results += [
+        Result("adapters loaded beside streams", found["hot_loads"], ""),
+        at_most("longest gap between tokens beside loads", beside, "ms", LONGEST_GAP, alone),
+    ]
     counts = [0, *args.adapters]
     line = Line(f"{args.shape}, rank {args.rank}", counts, [speeds[n] for n in counts])
     return Report(results, (Chart("decode", "distinct adapters", "tokens/s", (line,)),))
@@ -74,8 +91,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     """job: model, threads, batch, rank, adapters, context, rounds.
 
     Returns by number of adapters the seconds of steps; bytes of a ready adapter; the seconds of
-    each load; and page_s, the seconds by which an adapter that has to be made ready again delays a
-    step.
+    each load; page_s, the seconds by which an adapter that has to be made ready again delays a
+    step; gaps, the seconds between tokens without and beside hot_loads loads.
     """
     most = max(job["adapters"])
     with tempfile.TemporaryDirectory() as place:
@@ -101,9 +118,56 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 own = digests[:count] or [""]
                 times.append(timer.decode(job["batch"], job["context"], adapters=own))
             progress(f"round {number + 1} of {job['rounds']}")
+        hot = _save(Path(job["model"]), Path(place, "hot"), job["rank"], most)
+        gaps, hot_loads = _beside_loads(runner, timer, job, digests[:1], hot)
         runner.close()
         page_s = _page(job, folders, found.num_bytes, host)
-    return {"steps": steps, "bytes": found.num_bytes, "loads": loads, "page_s": page_s}
+    return {
+        "steps": steps,
+        "bytes": found.num_bytes,
+        "loads": loads,
+        "page_s": page_s,
+        "gaps": gaps,
+        "hot_loads": hot_loads,
+    }
+
+
+def _beside_loads(
+    runner: TorchRunner, timer: StepTimer, job: dict[str, Any], used: Sequence[str], hot: Path
+) -> tuple[dict[str, list[float]], int]:
+    """The seconds between tokens of streams with the adapters in use, without loads and beside
+    them; and how many loads there were, each of files that are not loaded then."""
+    gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+    loads = 0
+
+    def load_on(stop: threading.Event) -> int:
+        count = 0
+        while not stop.is_set():
+            runner.unload_adapter(runner.load_adapter(hot).digest)
+            count += 1
+        return count
+
+    def stream(times: list[float]) -> None:
+        timer.once(job["batch"], job["context"], used)
+        last = time.perf_counter()
+        for _ in range(GAP_STEPS):
+            timer.once(job["batch"], job["context"], used)
+            now = time.perf_counter()
+            times.append(now - last)
+            last = now
+
+    with ThreadPoolExecutor(1) as threads:
+        for number in range(job["rounds"]):
+            stream(gaps["alone"])
+            stop = threading.Event()
+            loading = threads.submit(load_on, stop)
+            try:
+                stream(gaps["beside"])
+            finally:
+                stop.set()
+            loads += loading.result()
+            progress(f"loads beside streams, round {number + 1} of {job['rounds']}")
+    return gaps, loads
 
 
 def _page(job: dict[str, Any], folders: list[Path], each: int, host: int) -> float:

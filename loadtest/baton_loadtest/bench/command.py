@@ -42,6 +42,7 @@ BENCHMARKS = {
     "tokens": "tokenizer and detokenizer workers against the same library in one process "
     "(2 minutes)",
     "cascade": "what asking a small model first keeps of a large one's answers (5 minutes)",
+    "states": "what a kept copy of a state saves the next turn of a conversation (3 minutes)",
     "adapters": "what LoRA adapters cost decode, by how many a batch mixes (2 minutes)",
     "grammar": "what following a grammar costs: compiling it, each mask, and whole steps, on the "
     "bundled model and one of a large vocabulary (3 minutes)",

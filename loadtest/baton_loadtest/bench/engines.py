@@ -73,12 +73,29 @@ def _shape(
     }
 
 
+def _hybrid(vocab: int, hidden: int, intermediate: int, layers: int, *heads: int) -> dict[str, Any]:
+    """Three of four layers have linear attention, and a state for each sequence."""
+    size = hidden // heads[0]
+    return _shape(
+        *(vocab, hidden, intermediate, layers, *heads),
+        config="Qwen3_5TextConfig",
+        head_dim=size,
+        full_attention_interval=4,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        linear_num_key_heads=heads[1],
+        linear_num_value_heads=heads[0],
+    )
+
+
 SHAPES = {
     "tiny": _shape(2048, 64, 128, 2, 4, 2, initializer_range=0.3),
     "wide": _shape(131072, 64, 128, 2, 4, 2, initializer_range=0.3),
     "8m": _shape(4096, 512, 1536, 2, 8, 4),
     "25m": _shape(4096, 512, 1536, 8, 8, 4),
     "100m": _shape(32000, 768, 2048, 12, 12, 4),
+    "tiny-hybrid": _hybrid(2048, 64, 128, 4, 4, 2),
+    "hybrid-25m": _hybrid(4096, 512, 1536, 8, 8, 4),
     "500m": _shape(32000, 1024, 3072, 28, 16, 8, config="Qwen3Config", head_dim=128),
     "qwen3-0.6b": _shape(
         *(151936, 1024, 3072, 28, 16, 8), config="Qwen3Config", head_dim=128, dtype="bfloat16"

@@ -42,8 +42,8 @@ MODEL = option("--model", "", "folder or hub id (default: the bundled model)")
 TRANSPORT = option("--transport", "nixl", choices=("nixl", "loopback"))
 DEVICE = option("--device", "cpu", choices=("cpu", "cuda"))
 SHAPES = (
-    "tiny, 8m, 25m, 100m, 500m, qwen3-0.6b, llama-3.2-1b: random weights, built once; or a model's "
-    "folder or hub id"
+    "tiny, 8m, 25m, 100m, 500m, qwen3-0.6b, llama-3.2-1b, tiny-hybrid, hybrid-25m: random weights, "
+    "built once; or a model's folder or hub id"
 )
 
 

@@ -72,6 +72,21 @@ def test_adapters(bench: Bench) -> None:
     assert found["1 distinct adapter"]["against"] == found["without adapters"]["value"]
     assert found["4 distinct adapters"]["value"] > 0
     assert found["one adapter, ready"]["value"] > 0
+    assert found["adapters loaded beside streams"]["value"] >= 1
+    longest = found["longest gap between tokens beside loads"]
+    assert longest["met"] is (longest["ratio"] <= longest["goal"])
+
+
+@pytest.mark.deep
+def test_states(bench: Bench) -> None:
+    few = ["--shape", "tiny-hybrid", "--rounds", "1", "--prompts", "130,260", "--turn-tokens", "9"]
+    found = bench("states", *few)
+    for length, cached in ((130, 128), (260, 256)):
+        name = f"{length} tokens and 9 more"
+        assert found[f"{name}: found in the cache"]["value"] == cached
+        first = found[f"{name}: first token, found against computed"]
+        saved = found[f"{name}: saved"]["value"]
+        assert saved == pytest.approx((first["against"] - first["value"]) / 1000)
 
 
 @pytest.mark.deep
