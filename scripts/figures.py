@@ -63,6 +63,7 @@ FIGURES = {
         plot=True,
         may=_LLAMA,
     ),
+    "engine-quantised": Figure("bench engine --rounds 2 --seconds 200", plot=True, may=_LLAMA),
     "precisions": Figure("scripts/precisions.py"),
     "weights": Figure("bench weights"),
     "offline": Figure("bench offline"),

@@ -31,7 +31,7 @@ OPTIONS = (
     *engine(threads=2),
     option("--seed", 42),
     option("--peers", False, "transformers takes part as well, and llama.cpp with --llama"),
-    option("--llama", "", "a folder with libllama, of llama.cpp: it takes part with --peers"),
+    option("--llama", "", "a folder with libllama: llama.cpp takes part, also without --peers"),
     option(
         "--quantize",
         ("int8", "int4"),
@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> Report:
         model,
         precisions=tuple(name for name in args.quantize if name in BY_PRECISION),
         peers_too=args.peers,
-        llama=args.llama if args.peers else "",
+        llama=args.llama,
     )
     rankings = _compete(contenders, shared, args.rounds)
     small_job = {"prefill": 128, "tokens": 16, "megabytes": 32}
