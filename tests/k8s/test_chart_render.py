@@ -14,6 +14,7 @@ from jsonschema import Draft7Validator
 
 import gen_values_schema as generator
 from baton_loadtest.autoscale.process import PlannerConfig
+from batonlm.registry.object_store import ObjectSource
 from batonlm.registry.sources import FolderSource, HubSource
 from batonlm.rpc import config as configuration
 from batonlm.rpc.address import AllowedHosts
@@ -52,6 +53,7 @@ READY = {
 }
 
 MODELS = CHART / "ci/models-values.yaml"
+STORED, URL = CHART / "ci/aggregated-values.yaml", "s3://models/qwen3-8b@v2"
 
 
 def role(component: str) -> str:
@@ -505,7 +507,9 @@ def test_a_model_is_fetched_to_where_the_process_looks() -> None:
     """Weights for engines only; the names are those that `baton fetch` gives its folders."""
     of_hub = HubSource("Qwen/Qwen3-8B", "refs/pr/1").name
     of_volume = FolderSource(Path("/source/chart/models/llama-3")).name
-    for name, folder in (("gpu-tcp", of_hub), ("gpu-rdma", of_volume)):
+    of_store = ObjectSource(URL).name
+    files = (("gpu-tcp", of_hub), ("gpu-rdma", of_volume), ("aggregated", of_store))
+    for name, folder in files:
         for component, pod in pods(rendered(CHART / f"ci/{name}-values.yaml")).items():
             if component in ("router", "test"):
                 assert "initContainers" not in pod
@@ -515,6 +519,54 @@ def test_a_model_is_fetched_to_where_the_process_looks() -> None:
             assert ("--tokenizer-only" in fetch["args"]) is light
             place = f"/models/{folder}" + ".tokenizer" * light
             assert environment(pod)["BATON_MODEL"] == place
+
+
+def test_who_fetches_from_an_object_store_knows_it_and_is_known_to_it() -> None:
+    """The init container, and the process of a pool whose adapters are there."""
+    store = {"AWS_ENDPOINT_URL": "http://minio.storage:9000", "AWS_REGION": "us-east-1"}
+    keys = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_SESSION_TOKEN": True}
+    for component, pod in pods(rendered(STORED)).items():
+        fetch = pod.get("initContainers", [])
+        assert len(fetch) == (component not in ("router", "test"))
+        for container in (*fetch, *pod["containers"]):
+            given = [e for e in container.get("env", ()) if e["name"].startswith("AWS_")]
+            if container not in fetch and component != "decode":
+                assert not given, "no more pods know a secret than use it"
+                continue
+            assert {e["name"]: e["value"] for e in given if "value" in e} == store
+            secrets = [e["valueFrom"]["secretKeyRef"] for e in given if "valueFrom" in e]
+            assert {s["key"]: s.get("optional") for s in secrets} == keys
+            assert {s["name"] for s in secrets} == {"store"}
+        if fetch:
+            assert fetch[0]["args"][:4] == ["baton", "fetch", URL, "--into=/models"]
+            assert environment(pod)["BATON_MODEL_NAME"] == ObjectSource(URL).served_name
+            assert {"name": "models", "emptyDir": {}} in pod["volumes"]
+
+
+def test_a_model_of_an_object_store_beside_one_of_a_hub() -> None:
+    """Without keys, its pods are whoever their accounts are. Adapters alone need the store, too."""
+    own = "models.small.model"
+    sets = [f"{own}.source=s3", f"{own}.s3.uri=s3://other/small@v3", f"{own}.s3.region=eu-west-1"]
+    sets += ["encode.enabled=true", "encode.model.source=s3", "encode.model.s3.uri=s3://other/bge"]
+    sets += ["prefill.config.adapters_folder=s3://other/adapters", "model.s3.region=eu-west-1"]
+    sets += ["networkPolicy.egress=true"]
+    objects = render(CPU, sets=sets)
+    found = pods(objects)
+    region = {"name": "AWS_REGION", "value": "eu-west-1"}
+    for component, adapters in (("prefill", True), ("small-prefill", True), ("decode", False)):
+        assert (region in found[component]["containers"][0]["env"]) is adapters
+        assert bool(found[component].get("initContainers")) is component.startswith("small")
+    (fetch,) = found["small-decode"]["initContainers"]
+    assert fetch["env"] == [region]
+    assert environment(found["small-decode"])["BATON_MODEL_NAME"] == "small"
+    folder = ObjectSource("s3://other/bge").name
+    assert environment(found["encode"])["BATON_MODEL"] == f"/models/{folder}"
+    assert found["encode"]["initContainers"][0]["args"][2] == "s3://other/bge"
+    policies = of_kind(render(CPU, sets=sets[-3:]), "NetworkPolicy")
+    https = {"port": 443, "protocol": "TCP"}
+    for component in ("prefill", "decode", "tokenizer"):
+        rules = policies[component]["spec"]["egress"]
+        assert any(https in rule.get("ports", ()) for rule in rules) is (component == "prefill")
 
 
 def test_everything_has_a_kind_of_each() -> None:

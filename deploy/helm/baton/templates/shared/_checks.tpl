@@ -82,7 +82,7 @@
 {{/* Takes (dict "root" ROOT "at" KEY): the model of that root's values, and the key that a user knows it by. */}}
 {{- define "baton.checks.model" -}}
 {{- $m := .root.Values.model -}}
-{{- $needed := dict "hub" "id" "pvc" "claimName" "image" "reference" "hostPath" "path" -}}
+{{- $needed := dict "hub" "id" "s3" "uri" "pvc" "claimName" "image" "reference" "hostPath" "path" -}}
 {{- with get $needed $m.source -}}
 {{- if not (index $m $m.source .) -}}
 {{- fail (printf "%s.%s.%s is required with %s.source=%s." $.at $m.source . $.at $m.source) -}}

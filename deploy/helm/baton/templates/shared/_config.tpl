@@ -113,6 +113,9 @@ and Services, port-forwards and probes need no entry.
 {{- if include "baton.isGroup" . }}
 {{ include "baton.ranksToken" . }}
 {{- end }}
+{{- if include "baton.fetchesAdapters" . }}
+{{- include "baton.model.store" .root }}
+{{- end }}
 {{- with $c.extraEnv }}
 {{ toYaml . }}
 {{- end }}

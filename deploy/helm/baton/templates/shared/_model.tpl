@@ -1,18 +1,29 @@
 {{/*
 Where a model comes from, and how its folder gets into a pod. Takes (dict "root" $ "component" "prefill").
 
-A model of a hub is fetched into a cache by an init container; one on a volume is, too, where a cache is asked for, as it
-should be when the volume is slower than the node's own disk. Tokenizer and detokenizer fetch no weights.
+A model of a hub or an object store is fetched into a cache by an init container; one on a volume is, too, where a cache
+is asked for, as it should be when the volume is slower than the node's own disk. Tokenizer and detokenizer fetch no
+weights.
 */}}
+
+{{/* Whether it comes over the network, and not from a volume or the image. */}}
+{{- define "baton.model.remote" -}}
+{{- if has .Values.model.source (list "hub" "s3") }}true{{ end }}
+{{- end }}
 
 {{- define "baton.model.fetched" -}}
 {{- $m := .Values.model -}}
-{{- if or (eq $m.source "hub") (and (ne $m.source "bundled") $m.cache.type) }}true{{ end }}
+{{- if or (include "baton.model.remote" .) (and (ne $m.source "bundled") $m.cache.type) }}true{{ end }}
 {{- end }}
 
-{{/* Whether a component's pods fetch their model. */}}
+{{/* Whether a component's processes themselves fetch adapters, as requests and operators name them. */}}
+{{- define "baton.fetchesAdapters" -}}
+{{- if hasPrefix "s3://" ((index .root.Values .component).config.adapters_folder | default "") }}true{{ end }}
+{{- end }}
+
+{{/* Whether a component's pods fetch their model, or adapters. */}}
 {{- define "baton.fetches" -}}
-{{- if ne .component "router" }}{{ include "baton.model.fetched" .root }}{{ end }}
+{{- if ne .component "router" }}{{ include "baton.model.fetched" .root }}{{ include "baton.fetchesAdapters" . }}{{ end }}
 {{- end }}
 
 {{/* The model's folder on its own volume, below where that is mounted. */}}
@@ -33,7 +44,11 @@ share a cache of have one path. */}}
 
 {{/* What `baton fetch` is told. */}}
 {{- define "baton.model.origin" -}}
-{{- if eq .Values.model.source "hub" }}{{ .Values.model.hub.id }}{{ else }}{{ include "baton.model.mounted" . }}{{ include "baton.model.below" . }}{{ end }}
+{{- $m := .Values.model -}}
+{{- if eq $m.source "hub" }}{{ $m.hub.id }}
+{{- else if eq $m.source "s3" }}{{ $m.s3.uri }}
+{{- else }}{{ include "baton.model.mounted" . }}{{ include "baton.model.below" . }}
+{{- end }}
 {{- end }}
 
 {{/* Where the process finds it; in a cache under the name that `baton fetch` gives it. */}}
@@ -56,6 +71,7 @@ share a cache of have one path. */}}
 {{- if $m.name }}{{ $m.name }}
 {{- else if eq $m.source "bundled" }}{{ base $m.bundled.path }}
 {{- else if eq $m.source "hub" }}{{ $m.hub.id }}
+{{- else if eq $m.source "s3" }}{{ base $m.s3.uri | splitList "@" | first }}
 {{- end }}
 {{- end }}
 
@@ -100,7 +116,7 @@ emptyDir:
 {{- if ne .root.Values.model.source "bundled" }}
 - name: models
   {{- include (ternary "baton.model.cacheVolume" "baton.model.sourceVolume" (ne $fetched "")) .root | trim | nindent 2 }}
-{{- if and $fetched (ne .root.Values.model.source "hub") }}
+{{- if and $fetched (not (include "baton.model.remote" .root)) }}
 - name: source
   {{- include "baton.model.sourceVolume" .root | trim | nindent 2 }}
 {{- end }}
@@ -129,9 +145,36 @@ emptyDir:
       name: {{ . }}
       key: {{ $m.hub.tokenSecretKey }}
 {{- end }}
+{{- else if eq $m.source "s3" }}
+{{- include "baton.model.store" . }}
 {{- end }}
 {{- with $m.cache.extraEnv }}
 {{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Which object store it is, and who reads it, for the model or for adapters. */}}
+{{- define "baton.model.store" -}}
+{{- $s3 := .Values.model.s3 -}}
+{{- with $s3.endpoint }}
+- name: AWS_ENDPOINT_URL
+  value: {{ . | quote }}
+{{- end }}
+{{- with $s3.region }}
+- name: AWS_REGION
+  value: {{ . | quote }}
+{{- end }}
+{{- with $s3.credentialsSecret }}
+{{- range $key := list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" "AWS_SESSION_TOKEN" }}
+- name: {{ $key }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ $s3.credentialsSecret }}
+      key: {{ $key }}
+      {{- if eq $key "AWS_SESSION_TOKEN" }}
+      optional: true
+      {{- end }}
+{{- end }}
 {{- end }}
 {{- end }}
 
@@ -169,7 +212,7 @@ emptyDir:
       mountPath: /tmp
     - name: models
       mountPath: /models
-    {{- if ne $m.source "hub" }}
+    {{- if not (include "baton.model.remote" .root) }}
     - name: source
       mountPath: {{ include "baton.model.mounted" .root }}
       readOnly: true

@@ -29,7 +29,7 @@ by a root of its own, whose Values have the model's in place of the release's an
 {{- $v := .root.Values -}}
 {{- $own := index $v.models .key | default dict -}}
 {{- $values := omit $v "model" -}}
-{{- $nothing := dict "name" "" "hub" (dict "id" "" "revision" "") "pvc" (dict "path" "") "image" (dict "reference" "" "path" "") "hostPath" (dict "path" "") -}}
+{{- $nothing := dict "name" "" "hub" (dict "id" "" "revision" "") "s3" (dict "uri" "") "pvc" (dict "path" "") "image" (dict "reference" "" "path" "") "hostPath" (dict "path" "") -}}
 {{- if ne (($own.model).source | default $v.model.source) $v.model.source -}}
 {{- $_ := set $nothing "cache" (dict "type" "" "hostPath" "" "claimName" "" "size" "") -}}
 {{- end -}}

@@ -138,7 +138,7 @@ spec:
 {{- end }}
 {{- $fetches := include "baton.ofAnyModel" (merge (dict "asked" "baton.fetches") .) }}
 {{- if $fetches }}
-{{- /* Whoever fetches the model. */}}
+{{- /* Whoever fetches the model, or adapters. */}}
 - ports:
     - {port: 53, protocol: UDP}
     - {port: 53, protocol: TCP}
