@@ -82,6 +82,7 @@ FIGURES = {
     "batch": Figure("bench batch"),
     "encode": Figure("bench encode --seconds 45"),
     "adapters": Figure("bench adapters"),
+    "states": Figure("bench states --shape tiny-hybrid --prompts 512 --threads 1", plot=True),
     "tokens": Figure("bench tokens", plot=True),
     "grammar": Figure("bench grammar", plot=True),
     "loadtest": Figure("bench loadtest"),
