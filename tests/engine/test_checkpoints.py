@@ -15,6 +15,7 @@ from torch import nn
 
 from baton_loadtest.quantised import E2M1, KINDS, change_config, write
 from batonlm.core.scheduler.plan import Chunk, SampleRow, StepPlan
+from batonlm.engine import kept
 from batonlm.engine.checkpoint import (
     Checkpoint,
     Numbers,
@@ -24,7 +25,7 @@ from batonlm.engine.checkpoint import (
 )
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee, weights_bytes
-from batonlm.engine.kept import KeptLinear, KeptStack, NotKept, kept_in, stacks_of
+from batonlm.engine.kept import KeptLinear, KeptStack, KeptWeight, NotKept, kept_in, stacks_of
 from batonlm.engine.loader import Bar, load, outline, read_onto
 from batonlm.engine.runner import TorchRunner
 from tests.engine.driving import GREEDY, generate, random_prompts, scattered, together
@@ -209,6 +210,25 @@ def test_every_number_of_mxfp4_is_kept_as_it_is() -> None:
         KeptStack.of(mxfp4(codes[:, :1], torch.full((2, 1, 1), 2)), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8", "fp4"])
+def test_a_weight_of_several_tiles_is_the_weight(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "TILE_NUMBERS", 2048)
+    codes, scales = torch.randint(-8, 8, (160, 64), dtype=torch.int8), torch.rand(160, 1)
+    numbers = {
+        "int8": Numbers(codes, scales),
+        "int4": Numbers(codes, scales, bits=4),
+        "fp8": Numbers(codes.to(torch.float8_e4m3fn), scales),
+        "fp4": Numbers((codes + 8).byte(), torch.exp2(codes[:, :1] - 8.0), bits=4, is_e2m1=True),
+    }[form]
+    weight = KeptWeight.of(numbers, dtype)
+    assert weight.kind == form and len(weight.tiles) > 2
+    assert torch.equal(weight.dense(), numbers.dense(dtype))
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_stay_in_four_bits(
     dtype: str, saved: Callable[[str], Path], tmp_path: Path
@@ -219,7 +239,8 @@ def test_experts_stay_in_four_bits(
     taken = weights_bytes(loaded.network, loaded.device, "none")
     assert foresee(config).memory.weights_bytes == taken
     wide = load(replace(config, model=str(reference)))
-    shapes = [kept.shape for kept in kept_in(loaded.network)]
+    shapes = [weight.shape for weight in kept_in(loaded.network)]
+    assert len(shapes) == 24
     numbers = sum(outputs * inputs for outputs, inputs in shapes)
     dense = numbers * (4 if dtype == "float32" else 2)
     # 4 bits, and a scale of 16 for 32 numbers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,9 +80,10 @@ def test_an_unknown_architecture(tmp_path: Path, saved: Callable[[str], Path]) -
     assert "t5" in refusal(folder)
 
 
-def test_a_configuration_that_transformers_refuses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", ["many", 0])
+def test_a_configuration_that_transformers_refuses(heads: object, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "m")
-    change_config(folder, num_attention_heads="many")
+    change_config(folder, num_attention_heads=heads)
     assert "values that transformers" in refusal(folder)
 
 
@@ -99,6 +101,25 @@ def test_types_of_which_transformers_makes_no_model(kind: str, why: str, tmp_pat
     assert why in refusal(tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
         loader.outline(EngineConfig(str(tmp_path), num_blocks=64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("gpt2", {"n_head": 5}),
+        ("llama", {"pad_token_id": 50000}),
+        ("llama", {"hidden_size": -4}),
+    ],
+)
+def test_shapes_of_which_there_is_no_model(
+    kind: str, wrong: dict[str, Any], saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(saved(kind), tmp_path / "m"))
+    change_config(folder, **wrong)
+    why = "cannot make a causal language model of its configuration"
+    assert why in refusal(folder)
+    with pytest.raises(UnsupportedModel, match=why):
+        loader.outline(EngineConfig(str(folder), num_blocks=64))
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])

@@ -179,7 +179,10 @@ class KeptWeight:
 
     def dense(self) -> torch.Tensor:
         """[outputs, inputs] of dtype."""
-        parts = [_widened(self.kind, tile, self.inputs).to(self.dtype) for tile in self.tiles]
+        # Copied, as the next tile is widened to where this one is.
+        parts = [
+            _widened(self.kind, tile, self.inputs).to(self.dtype, copy=True) for tile in self.tiles
+        ]
         whole = torch.cat(parts, 1).t()
         return whole if self.order is None else whole[:, self.order.argsort()]
 

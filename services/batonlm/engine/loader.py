@@ -37,7 +37,7 @@ from batonlm.engine.checkpoint import (
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.fused.decoder import Decoder
-from batonlm.engine.kept import KeptLinear, KeptStack, KeptWeight, NotKept, kept_in
+from batonlm.engine.kept import KeptLinear, KeptStack, KeptWeight, NotKept, kept_in, stacks_of
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents, keeps_latents
 from batonlm.engine.lean import transformers, transformers_logging, without_compiler
@@ -52,7 +52,11 @@ log = logging.getLogger(__name__)
 _NO_LIMIT = 2048
 """Positions of a model whose configuration names none, where none are asked for."""
 
-_KEPT_WIDE = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+_KEPT_WIDE = {
+    torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
+    torch.bfloat16: ("_keep_in_fp32_modules_strict",),
+}
+"""Where a class names the modules that transformers keeps in float32, by the type of the others."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -253,19 +257,14 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
     device = choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
-    with torch.device("meta"), _making(settings):
-        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(settings),
-            dtype=dtype,
-            attn_implementation="eager",
-        )
+    network = _made(copy.deepcopy(settings), dtype)
     if cut is not None:
         with torch.device("meta"):
             cut(network, settings)
     files = tuple(sorted(folder.glob("*.safetensors")))
     if cut is None and not because and files and _keeps(scheme, device, quantize):
         with Checkpoint(folder, files, scheme).open(dtype, shapes=True) as stored:
-            if _readable(model_class, network, stored):
+            if _readable(model_class, network, stored, dtype):
                 _keep(network, stored, dtype)
     if not because:
         wire(network)
@@ -355,7 +354,7 @@ def _settings(folder: Path) -> tuple[Any, Scheme | None]:
 
     try:
         settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except StrictDataclassError as error:
+    except (StrictDataclassError, ArithmeticError, TypeError) as error:
         raise UnsupportedModel(
             f"the config.json of {folder.name} has values that transformers "
             f"{transformers.__version__} refuses"
@@ -382,17 +381,20 @@ def _model_class(settings: Any) -> Any:
     return found[0] if isinstance(found, (tuple, list)) else found
 
 
-@contextmanager
-def _making(settings: Any) -> Iterator[None]:
-    """Around transformers making a network: what it cannot make is refused by name."""
+def _made(settings: Any, dtype: torch.dtype) -> Any:
+    """The network without weights, on torch's meta device. Raises UnsupportedModel for what
+    transformers cannot make, in whatever way it fails."""
     name = settings.model_type
     try:
-        yield
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                settings, dtype=dtype, attn_implementation="eager"
+            )
     except ImportError as error:
         raise UnsupportedModel(
             f"{name}: transformers makes it with a package only that is not installed"
         ) from error
-    except (AttributeError, KeyError, TypeError) as error:
+    except Exception as error:
         raise UnsupportedModel(
             f"{name}: transformers {transformers.__version__} cannot make a causal language model "
             "of its configuration"
@@ -408,10 +410,13 @@ def _network(
         source: Path | None = checkpoint.folder
         if checkpoint.scheme is not None:
             source, given["state_dict"] = None, ends.enter_context(checkpoint.open(dtype))
-        with _making(settings):
+        try:
             network, info = model_class.from_pretrained(
                 source, use_safetensors=True, output_loading_info=True, **given
             )
+        except Exception:
+            _made(copy.deepcopy(settings), dtype)  # Where it is the configuration's fault, says so.
+            raise
     lacking = [*info["missing_keys"], *info["mismatched_keys"]]
     if lacking:
         name = checkpoint.folder.name
@@ -445,15 +450,15 @@ def read_onto(
     where only transformers can read it: where files name or shape weights otherwise, where some
     weights keep a type of their own, or buffers are not all made from the configuration.
     """
-    with torch.device("meta"), _making(settings):
-        network = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            settings, dtype=dtype, attn_implementation="eager"
-        )
+    network = _made(settings, dtype)
     with checkpoint.open(dtype) as stored:
-        if not _readable(model_class, network, stored):
+        if not _readable(model_class, network, stored, dtype):
             return None
         if keep:
             _keep(network, stored, dtype, bar)
+        if any(stacks_of(module) for module in network.modules()):
+            # The other forms compute with all experts at once, from a tensor.
+            network.set_experts_implementation("eager")
         network.to_empty(device=device)
         network.tie_weights()
         if compute_buffers(network) is not None:
@@ -469,9 +474,12 @@ def read_onto(
     return eval_mode
 
 
-def _readable(model_class: Any, network: Any, stored: Mapping[str, Slice]) -> bool:
-    """Whether files have all weights of a network by its own names and shapes."""
-    if any(getattr(model_class, name, None) for name in _KEPT_WIDE):
+def _readable(
+    model_class: Any, network: Any, stored: Mapping[str, Slice], dtype: torch.dtype
+) -> bool:
+    """Whether files have all weights of a network by its own names and shapes, and all of them are
+    to be of the dtype."""
+    if any(getattr(model_class, name, None) for name in _KEPT_WIDE.get(dtype, ())):
         return False
     network.tie_weights()
     wanted = network.state_dict(keep_vars=True)
