@@ -40,9 +40,18 @@ def test_what_waits_asks_for_workers_before_any_is_known_to_be_busy() -> None:
 
 def test_decode_is_there_when_its_kv_has_grown() -> None:
     asked = rule()
-    assert asked.decode(0.0, DecodeSignals(1, 500, WorkerSpeed(), 1000)) == 1
-    # 100 more a second, so 2000 when a worker asked for now is there: four at half of their room.
-    assert asked.decode(5.0, DecodeSignals(1, 1000, WorkerSpeed(), 1000)) == 4
+    assert asked.decode(0.0, DecodeSignals(100, 500, WorkerSpeed(), 1000)) == 1
+    # 100 more a second, 7 of them by chance, so 1930 when a worker asked for now is there: four at
+    # half of their room.
+    assert asked.decode(5.0, DecodeSignals(100, 1000, WorkerSpeed(), 1000)) == 4
+
+
+def test_what_chance_explains_brings_no_workers() -> None:
+    """10 sequences that become 14, as they do when requests come at random, stay 14."""
+    asked = rule()
+    assert asked.decode(0.0, DecodeSignals(10, 10, WorkerSpeed(), 1000, places=8)) == 3
+    assert asked.decode(5.0, DecodeSignals(14, 14, WorkerSpeed(), 1000, places=8)) == 4
+    assert asked.decode(10.0, DecodeSignals(34, 34, WorkerSpeed(), 1000, places=8)) == 10
 
 
 def test_decode_keeps_steps_within_the_target() -> None:

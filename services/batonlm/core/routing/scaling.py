@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil, isfinite, sqrt
 from statistics import fmean
 
 from batonlm.core.errors import InvalidArgument
@@ -137,8 +137,8 @@ class ScalingRule:
         that is requested now has started, with all requests that wait or are refused now."""
         policy, speed = self._policy, signals.speed
         missing = self._missing(now, signals)
-        positions = self._foreseen(self._positions, now, signals.positions)
-        rows = self._foreseen(self._rows, now, signals.rows)
+        positions = self._foreseen(self._positions, now, signals.positions, signals.rows)
+        rows = self._foreseen(self._rows, now, signals.rows, signals.rows)
         if signals.rows:
             positions += missing * signals.positions / signals.rows
             rows += missing
@@ -168,8 +168,13 @@ class ScalingRule:
         each = float(signals.is_full) if self._rows_each is None else self._rows_each
         return each * (self._waiting.of(now, signals.waiting) + refused)
 
-    def _foreseen(self, trend: Trend, now: float, value: float) -> float:
-        return value + self._policy.lead_s * max(0.0, trend.per_second(now, value))
+    def _foreseen(self, trend: Trend, now: float, value: float, rows: float) -> float:
+        """Returns what a value of so many sequences will be when a worker that is requested now has
+        started, by its growth beyond what chance explains: a count of requests that arrive at
+        random moves by the root of twice itself (a standard deviation) while it stays what it is.
+        """
+        by_chance = value * sqrt(2.0 / max(1.0, rows)) / self._policy.trend_s
+        return value + self._policy.lead_s * max(0.0, trend.per_second(now, value) - by_chance)
 
 
 class Trend:
