@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-import baton_loadtest
 from baton_loadtest.child import LONGEST_LINE
 from batonlm.cli.http_client import scrape
 from batonlm.cli.layout import Layout, UpOptions, plan
@@ -268,12 +267,8 @@ async def peer(
 
     threads: number of OpenMP threads.
     """
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        os.symlink(next(iter(baton_loadtest.__path__)), f"{folder}/baton_loadtest")
-        paths = (folder, os.environ.get("PYTHONPATH", ""))
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if threads is not None:
-            variables |= {"OMP_NUM_THREADS": str(threads)}
+    variables = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    with tempfile.TemporaryFile("w+") as errors:
         started = await asyncio.create_subprocess_exec(
             *pinned(*allowed),
             *(sys.executable, "-m", "baton_loadtest.child"),
