@@ -27,7 +27,7 @@ from batonlm.core.errors import BatonError
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.request import SamplingParams, StopParams
-from batonlm.core.scheduler.events import AttemptFailed, NewTokens
+from batonlm.core.scheduler.events import AttemptFailed, Event, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import Chunk, ModelRunner, SampleRow, StepPlan
 from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
@@ -355,13 +355,16 @@ def serve(
 
 def step(loop: EngineLoop) -> list[NewTokens]:
     """Runs one step and returns its sampled tokens. Raises the error of a failed request."""
-    found = []
-    for event in loop.step(time.monotonic()):
+    return [event for event in step_events(loop) if isinstance(event, NewTokens)]
+
+
+def step_events(loop: EngineLoop) -> list[Event]:
+    """Runs one step and returns all that it tells. Raises the error of a failed request."""
+    events = loop.step(time.monotonic())
+    for event in events:
         if isinstance(event, AttemptFailed):
             raise BatonError(event.error.message)
-        if isinstance(event, NewTokens):
-            found.append(event)
-    return found
+    return events
 
 
 class StepTimer:

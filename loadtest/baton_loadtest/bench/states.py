@@ -20,7 +20,7 @@ from baton_loadtest.child import progress
 from baton_loadtest.launch import call, cores
 from baton_loadtest.report import Chart, Line, Report, Result, compared
 from batonlm.core.errors import BatonError
-from batonlm.core.scheduler.events import AttemptFailed, KvComplete, NewTokens
+from batonlm.core.scheduler.events import KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 
 PLOTS = True
@@ -128,10 +128,8 @@ def _answer(loop: EngineLoop, name: str, prompt: list[int], max_tokens: int) -> 
     tokens: list[int] = []
     loop.scheduler.add(attempt(name, prompt, max_tokens), time.monotonic())
     while loop.scheduler.has_work:
-        for event in loop.step(time.monotonic()):
+        for event in engines.step_events(loop):
             match event:
-                case AttemptFailed():
-                    raise BatonError(event.error.message)
                 case KvComplete():
                     cached = event.cached_tokens
                 case NewTokens():
