@@ -522,8 +522,10 @@ def _keep(
     for prefix, parent in list(network.named_modules()):
         if are_known_experts(parent):
             for name, parameter in list(parent.named_parameters(recurse=False)):
+                if parameter.dim() != 3:
+                    continue  # a bias
                 stack = kept(f"{prefix}.{name}", lambda numbers: KeptStack.of(numbers, dtype))
-                if stack is not None and parameter.dim() == 3:
+                if stack is not None:
                     delattr(parent, name)
                     setattr(parent, name, stack)
             continue
