@@ -113,7 +113,7 @@ FIGURES = {
     "chaos-kv-head-of-line": Figure("chaos kv head-of-line"),
 }
 
-ELSEWHERE = {"cluster-sizes": "python -m scripts.sizes_on_cluster"}
+ELSEWHERE = {"cluster-sizes": "python scripts/sizes_on_cluster.py"}
 """Figures that take more than this machine, a cluster: what measures them is run by hand."""
 
 

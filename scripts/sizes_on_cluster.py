@@ -1,7 +1,7 @@
 """Plays recorded traffic to a Baton on the cluster of KUBECONFIG, three times: the planner sizes
 its engine pools, HPAs do, or nobody does.
 
-    python -m scripts.sizes_on_cluster --trace azure_2023_conv.csv --json cluster-sizes.json
+    python scripts/sizes_on_cluster.py --trace azure_2023_conv.csv --json cluster-sizes.json
 
 Sizes are what is compared, so steps of its workers only take their time (`batonlm.testing.worker`)
 and a worker costs next to no CPU: routers, hand-overs, planner, HPA controller and pods are real.
@@ -40,6 +40,9 @@ from baton_loadtest.drive import (
 )
 from baton_loadtest.report import Result
 from batonlm.cli.access import Access
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.k8s.cluster import Cluster, Failed
 from tests.k8s.conftest import CPU_IMAGE, ENGINE_IMAGE
 from tests.k8s.reach import reached
@@ -103,10 +106,7 @@ def main() -> None:
         )  # fmt: skip
     print(report.table(results))
     if args.json:
-        document = report.document(args.seed, results)
-        words = " ".join(document["command"].split()[1:])
-        document["command"] = f"python -m scripts.{Path(__file__).stem} {words}"
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        report.write(args.json, args.seed, results)
 
 
 def workload(args: argparse.Namespace) -> Workload:
