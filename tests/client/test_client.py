@@ -10,6 +10,7 @@ import pytest
 from batonlm.client import (
     Accepted,
     AsyncClient,
+    Cancelled,
     Client,
     ContextLengthExceeded,
     Delta,
@@ -164,6 +165,22 @@ async def test_closing_a_stream_ends_its_request(address: str, frontend: Scripte
         await asyncio.to_thread(leave)
         async with asyncio.timeout(120):
             await frontend.closed.wait()
+
+
+async def test_a_closed_client_does_not_try_again(address: str, frontend: Scripted) -> None:
+    frontend.hold = True
+
+    def leave() -> None:
+        client = Client(address)
+        with client.chat("hello") as stream:
+            assert any(isinstance(event, Delta) for event in stream)
+            client.close()
+            with pytest.raises(Cancelled):
+                stream.read()
+
+    await asyncio.to_thread(leave)
+    async with asyncio.timeout(120):
+        await frontend.closed.wait()
 
 
 def test_a_key_is_not_shown_to_another_machine_in_plain_text() -> None:

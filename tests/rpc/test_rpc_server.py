@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -243,23 +243,57 @@ BUSY_S = 33.0
 @pytest.mark.slow
 async def test_calls_wait_for_a_process_that_is_busy(channels: Channels) -> None:
     """Otherwise their callers read CANCELLED, who have cancelled nothing."""
-    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def serve() -> None:
-        over = asyncio.Event()
-        async with serving(public=True) as (_, address):
-            started.set_result((address, asyncio.get_running_loop(), over))
-            await over.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    address, loop, over = await asyncio.wait_for(asyncio.wrap_future(started), WITHIN_S)
-    try:
+    async with serving_beside(public=True) as (address, loop, _):
         loop.call_soon_threadsafe(time.sleep, BUSY_S)
         texts = [b"%d" % number for number in range(5)]
         channel = channels.get(address)
         found = await asyncio.gather(*(unary(channel)(t, timeout=WITHIN_S) for t in texts))
         assert found == texts
+
+
+async def test_a_server_that_stops_answers_what_has_arrived(channels: Channels) -> None:
+    """gRPC drops calls that were not taken up, and their callers read CANCELLED."""
+    async with serving_beside(grace_s=WITHIN_S) as (address, loop, over):
+        channel = channels.get(address)
+        assert await unary(channel)(b"connected") == b"connected"
+        sent = threading.Event()
+
+        def stop_with_calls_waiting() -> None:
+            sent.wait(WITHIN_S)
+            over.set()
+
+        loop.call_soon_threadsafe(stop_with_calls_waiting)
+        calls = [unary(channel)(b"late", timeout=WITHIN_S) for _ in range(20)]
+        # Those that do not arrive meanwhile are answered in the same way.
+        await asyncio.sleep(0.3)
+        sent.set()
+        for call in calls:
+            try:
+                assert await call == b"late"
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@asynccontextmanager
+async def serving_beside(
+    *, public: bool = False, grace_s: float = 0
+) -> AsyncIterator[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]]:
+    """A server in a thread: its address, its loop, and what stops it there."""
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        async with serving(public=public) as (server, address):
+            started.set_result((address, asyncio.get_running_loop(), over))
+            await over.wait()
+            await server.stop(grace_s)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    address, loop, over = await asyncio.wait_for(asyncio.wrap_future(started), WITHIN_S)
+    try:
+        yield address, loop, over
     finally:
-        loop.call_soon_threadsafe(over.set)
+        with suppress(RuntimeError):  # It has stopped.
+            loop.call_soon_threadsafe(over.set)
         await asyncio.to_thread(thread.join, WITHIN_S)

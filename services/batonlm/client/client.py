@@ -29,7 +29,7 @@ from batonlm.client.messages import (
     scores_from_proto,
     vectors_from_proto,
 )
-from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.errors import BatonError, Cancelled, Unavailable
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.request.request import (
     Accepted,
@@ -84,9 +84,16 @@ class _Call:
     """One request, which may take several calls until a part of its answer was received."""
 
     def __init__(
-        self, begin: Callable[..., Any], request: object, retries: Retries, timeout_s: float | None
+        self,
+        begin: Callable[..., Any],
+        request: object,
+        retries: Retries,
+        timeout_s: float | None,
+        closed: Callable[[], bool],
     ) -> None:
+        """closed: whether the client was."""
         self._begin = begin
+        self._closed = closed
         self._request = request
         self._retries = retries
         self._timeout_s = timeout_s
@@ -106,6 +113,8 @@ class _Call:
     def pause_s(self, failure: Any, *, received: bool = False) -> float:
         """Returns the seconds to wait before the next call. Raises the failure as a BatonError if
         a retry cannot help, or if a part of the answer was received."""
+        if self._closed():
+            raise Cancelled("The client was closed.") from None
         error: BatonError = from_rpc_error(failure)
         if received or not error.retryable or self._calls > self._retries.most:
             raise error from None
@@ -175,6 +184,7 @@ class _Requests(Generic[S]):
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._timeout_s = timeout_s
         self._retries = retries
+        self._closed = False
 
     def generate(
         self,
@@ -207,7 +217,7 @@ class _Requests(Generic[S]):
             return method(request, timeout=timeout, metadata=self._metadata)
 
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
-        return _Call(begin, request, self._retries, allowed_s)
+        return _Call(begin, request, self._retries, allowed_s, lambda: self._closed)
 
 
 class Stream(_Received, Iterator[Event]):
@@ -278,6 +288,7 @@ class Client(_Requests[Stream]):
 
     def close(self) -> None:
         """Cancels the open streams."""
+        self._closed = True
         self._channel.close()
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:

@@ -95,7 +95,9 @@ TABLE: dict[Reason, Outcome] = {
 
 # Meanings of statuses without Baton's details: gRPC itself or a proxy produced them.
 _FOREIGN: dict[grpc.StatusCode, tuple[Reason, str]] = {
-    _Code.CANCELLED: (Reason.CANCELLED, "the call was cancelled"),
+    # Of a call that its caller cancelled nobody reads the status: this peer dropped it, as a server
+    # of gRPC does when it stops.
+    _Code.CANCELLED: (Reason.UNAVAILABLE, "the peer dropped the call"),
     _Code.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "the peer did not answer in time"),
     _Code.UNIMPLEMENTED: (Reason.UNIMPLEMENTED, "the peer does not offer this call"),
     _Code.UNAUTHENTICATED: (Reason.UNAUTHENTICATED, "the peer does not accept these credentials"),

@@ -23,7 +23,7 @@ from google.protobuf.internal import api_implementation
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from batonlm.core.errors import Internal, NotFound, Overloaded
+from batonlm.core.errors import Internal, NotFound, Overloaded, Unavailable
 from batonlm.rpc import metrics
 from batonlm.rpc.address import PortInUse, check_listen, is_loopback, join, split
 from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, LONGEST_CALL_S, Arguments, bind
@@ -416,7 +416,8 @@ def _end(descriptor: int, port: int) -> bool:
 
 
 SETTLE_S = 0.2
-"""The time that a GOAWAY takes to reach a client, and the client's last calls to arrive."""
+"""The time that a GOAWAY takes to reach a client, and the client's last calls to arrive. A stopping
+server that took up no call for so long has taken up all that have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +471,9 @@ class ProcessServer:
         self._interceptors = tuple(interceptors)
         self._health = self._probes.health
         self._server: grpc.aio.Server | None = None
+        self._num_calls = 0
+        """Calls that were taken up since the start."""
+        self._stopping = False
         self._port = 0
         self._untell: Callable[[], None] = lambda: None
 
@@ -550,19 +554,45 @@ class ProcessServer:
             await asyncio.sleep(self.goodbye_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent."""
+        """Refuses new calls, gives running ones `grace_s` to end, cancels the rest. Idempotent.
+
+        Calls that have arrived and were not taken up are answered first, within `grace_s`: gRPC
+        drops those, and their callers read CANCELLED.
+        """
         self.leave()
+        self._stopping = True
         server, self._server = self._server, None
         untell, self._untell = self._untell, lambda: None
         untell()
         try:
             if server is not None:
-                await server.stop(grace_s)
+                left_s = 0.0
+                try:
+                    left_s = await self._settle(grace_s)
+                finally:
+                    await server.stop(left_s)
         finally:
             # Last, so that probes are answered as long as calls are.
             await self._probes.close()
 
+    async def _settle(self, grace_s: float) -> float:
+        """Returns once all calls that have arrived are taken up. Returns what is left of grace_s,
+        which bounds it."""
+        clock = asyncio.get_running_loop().time
+        end, begun, number = clock() + grace_s, clock(), -1
+        # A pause that took too long was one of a busy loop, which takes up calls late.
+        while clock() < end and (number != self._num_calls or clock() > begun + 2 * SETTLE_S):
+            begun, number = clock(), self._num_calls
+            await asyncio.sleep(min(SETTLE_S, end - begun))
+        return max(0.0, end - clock())
+
+    def _take_up(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._num_calls += 1
+        if self._stopping:
+            raise Unavailable("this process is leaving", retry_after_s=1.0)
+
     def _checks(self) -> Iterator[Check]:
+        yield self._take_up
         if self._public:
             return
         if self._certificates is not None:
