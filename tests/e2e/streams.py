@@ -56,8 +56,15 @@ class Following:
         return answer
 
     def settled(self) -> None:
-        """Returns when all are under way."""
-        self._settled.wait(PATIENCE_S)
+        """Returns when all are under way. Raises what a stream raised before it was."""
+        try:
+            self._settled.wait(PATIENCE_S)
+        except threading.BrokenBarrierError:
+            for answer in self._answers:
+                raised = answer.exception(PATIENCE_S)
+                if raised is not None and not isinstance(raised, threading.BrokenBarrierError):
+                    raise raised from None
+            raise
 
     def answers(self) -> list[Answer]:
         """Of streams that have settled, when they have ended."""

@@ -12,7 +12,7 @@ from batonlm.engine.checkpoint import Checkpoint, check_files
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.loader import Bar, load, read_onto
 
-PLAIN_FILES = ("llama", "llama_tied", "qwen3", "mistral", "gemma3", "phi3", "gpt2")
+PLAIN_FILES = ("llama", "llama_tied", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "gpt_oss")
 
 
 @pytest.mark.parametrize("arch", PLAIN_FILES)
@@ -43,9 +43,10 @@ def test_weights_read_onto_a_device_are_those_that_transformers_reads(
 def test_files_that_name_weights_otherwise_are_left_to_transformers(
     saved: Callable[[str], Path],
 ) -> None:
-    """Experts lie one by one in files; GPT-OSS keeps the weights of norms in float32."""
-    for arch in ("qwen3_moe", "gpt_oss"):
+    """Experts lie one by one in files; GPT-OSS keeps the weights of norms in float32 where the
+    others are in float16."""
+    for arch, dtype in (("qwen3_moe", torch.float32), ("gpt_oss", torch.float16)):
         loaded = load(EngineConfig(str(saved(arch)), device="cpu"))
         files = Checkpoint(saved(arch), tuple(check_files(saved(arch))), None)
         given = torch.device("cpu"), type(loaded.network), files, loaded.settings
-        assert read_onto(*given, torch.float32, Bar(None, 0)) is None
+        assert read_onto(*given, dtype, Bar(None, 0)) is None
