@@ -32,8 +32,12 @@ def test_every_pod_is_ready_and_never_restarted(release: Release) -> None:
         pods = release.pods(component)
         assert pods, component
         for pod in pods:
+            name = pod["metadata"]["name"]
             for status in pod["status"]["containerStatuses"]:
-                assert status["ready"] and status["restartCount"] == 0, pod["metadata"]["name"]
+                if status["restartCount"]:  # how it ended is lost with its pod
+                    log = release.cluster.kubectl("logs", "--previous", name, "-c", status["name"])
+                    pytest.fail(f"{name} ended: {status['lastState']}\n{log}")
+                assert status["ready"], name
 
 
 def test_every_pod_runs_with_no_more_than_it_needs(release: Release) -> None:
