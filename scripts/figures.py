@@ -96,7 +96,7 @@ FIGURES = {
     "split": Figure("bench split"),
     "scaling": Figure("bench scaling", plot=True),
     "planner": Figure(
-        "bench planner --trace {CONVERSATION} --hours 12 --rate 0.6 --most 12",
+        "bench planner --trace {CONVERSATION} --hours 24 --rate 0.6 --most 12",
         takes=("CONVERSATION",),
     ),
     "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
