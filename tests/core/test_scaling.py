@@ -88,7 +88,7 @@ def test_it_is_the_most_that_was_needed_in_a_while(steps: list[tuple[float, int]
 
 
 def decode_by(
-    placed_per_s: float, refused_per_s: float, rows: float, waiting: float = 0.0
+    placed_per_s: float, refused_per_s: float, rows: float, waiting: float = 0.0, prefills: int = 0
 ) -> list[int]:
     """The targets of 20 s with these rates; a worker runs 10 sequences, at half of that."""
     asked = rule(replace(POLICY, lead_s=0.0, trend_s=20.0), most=100)
@@ -104,6 +104,7 @@ def decode_by(
                 placed=placed_per_s * t,
                 refused=refused_per_s * t,
                 waiting=waiting,
+                prefills=prefills,
             ),
         )
         for t in range(21)
@@ -116,8 +117,16 @@ def test_refused_work_counts_as_the_sequences_that_it_would_be() -> None:
     assert decode_by(1.0, 0.0, 10.0)[-1] == 2
     # Nothing was placed for a while: each is at most one sequence.
     assert decode_by(0.0, 2.0, 10.0)[-1] == 10
-    # Requests that are over in no time are refused for another pool.
+    # Requests that are over in no time add little.
     assert decode_by(10.0, 20.0, 1.0)[-1] == 1
+
+
+def test_what_is_refused_for_lack_of_prefill_adds_nothing_to_decode() -> None:
+    """Clients that try again at once are refused 100 times a second."""
+    assert decode_by(1.0, 100.0, 8.0, prefills=1)[-1] == 2
+    # Nine of ten places are taken: decode is what they wait for.
+    assert decode_by(1.0, 100.0, 9.0, prefills=1)[-1] == 100
+    assert decode_by(1.0, 100.0, 8.0)[-1] == 100
 
 
 def test_what_waits_for_prefill_adds_little_to_decode() -> None:

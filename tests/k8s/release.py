@@ -141,8 +141,10 @@ class Release:
         return {sample: float(value) for sample, value in pairs}
 
     def metric(self, component: str, name: str, *labels: str) -> float:
-        """The sum over a component's pods."""
-        return sum(total(self.metrics(pod), name, *labels) for pod in self.pod_names(component))
+        """The sum over a component's pods that are ready."""
+        ready = [pod for pod in self.pods(component) if _is_ready(pod)]
+        names = [pod["metadata"]["name"] for pod in ready]
+        return sum(total(self.metrics(pod), name, *labels) for pod in names)
 
     def service_address(self, port: str) -> str:
         """host:port of the router's Service, for those that its cluster lets in."""
@@ -171,3 +173,8 @@ class Release:
             given[f"{component}.image.repository"] = repository
             given[f"{component}.image.tag"] = tag
         return given
+
+
+def _is_ready(pod: dict[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions", ())
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)

@@ -160,6 +160,7 @@ class Autoscaler:
             self._simulation.router.placed,
             self._simulation.router.refused,
             self._simulation.router.num_waiting,
+            len(self._pools["prefill"].serving),
         )
 
     def _size(self, role: str, target: int) -> None:

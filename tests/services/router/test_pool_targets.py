@@ -107,13 +107,14 @@ def test_refused_requests_count_as_those_that_came_through() -> None:
     fleet.arrived.refused = 20
     # 3000 tokens a second keep three busy, six at half of their time.
     assert fleet.read() == (6, 1)
-    # The 10 that run would be 30: more than half of what one worker runs would fit.
+    # With 30 refused beside 10 that came through, the 58 that fill decode would be 232, and half of
+    # what a worker runs is 32.
     fleet = Fleet()
-    fleet.decodes = [worker("decode", running_sequences=10)]
+    fleet.decodes = [worker("decode", running_sequences=58)]
     fleet.read()
     fleet.accept(10, 1)
     fleet.arrived.refused = 30
-    assert fleet.read() == (1, 2)
+    assert fleet.read() == (1, 8)
 
 
 def test_what_waits_for_a_full_decode_pool_brings_decode_workers_only() -> None:

@@ -102,6 +102,8 @@ class DecodeSignals:
     """Requests that were ever refused for lack of capacity."""
     waiting: float = 0.0
     """Requests that wait in routers for workers."""
+    prefills: int = 0
+    """Prefill workers that serve; 0: decode workers compute the prompts."""
 
     @property
     def is_full(self) -> bool:
@@ -119,6 +121,7 @@ class ScalingRule:
             Trend(policy.trend_s) for _ in range(5)
         )
         self._queued, self._waiting = Mean(policy.trend_s), Mean(policy.trend_s)
+        self._seen_refused = self._refused_for_decode = 0.0
         self._rows_each: float | None = None
         """Running sequences for each request that was placed within the period; None: unknown."""
         self._prefill = _Held(prefill, policy.hold_s)
@@ -159,10 +162,16 @@ class ScalingRule:
         By Little's law a request adds as many, on average, as run for each request that is placed
         in the same period; and never more than itself. So requests that wait for prefill add the
         little that they will be on decode, and those that wait for decode add all of it.
+
+        What is refused while decode has room was refused for lack of prefill, and counts each time
+        that a client tries again. It adds nothing: decode is seen to grow once prefill has grown.
         """
+        if signals.is_full or not signals.prefills:
+            self._refused_for_decode += signals.refused - self._seen_refused
+        self._seen_refused = signals.refused
         period_s = self._policy.trend_s
         placed = period_s * max(0.0, self._placed.per_second(now, signals.placed))
-        refused = period_s * max(0.0, self._refused.per_second(now, signals.refused))
+        refused = period_s * max(0.0, self._refused.per_second(now, self._refused_for_decode))
         if placed:
             self._rows_each = min(1.0, signals.rows / placed)
         each = float(signals.is_full) if self._rows_each is None else self._rows_each

@@ -374,6 +374,7 @@ class _ModelTargets:
                 placed=routers * self._placed,
                 refused=routers * self._refused,
                 waiting=routers * len(waiting),
+                prefills=len(prefills),
             )
             found["decode"] = self._rule.decode(now, signals)
         # Without a prefill worker, decode workers know how long prompts take.
