@@ -77,7 +77,7 @@ FIGURES = {
     "overload": Figure("bench overload"),
     "fairness": Figure("bench fairness"),
     "readers": Figure("bench readers"),
-    "router": Figure("bench router"),
+    "router": Figure("bench router", may=(("--smg", "SMG"),)),
     "routing": Figure("bench routing"),
     "batch": Figure("bench batch"),
     "encode": Figure("bench encode --seconds 45"),

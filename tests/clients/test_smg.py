@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from batonlm.cli.main import main
 from batonlm.cli.ports import free_ports
 from tests.clients.conftest import INSTALL_S, install
 from tests.e2e.relay import Relay, eventually, until_it_comes_about
@@ -186,6 +187,15 @@ def test_a_cached_prefix_is_told(fronted: Fronted) -> None:
     for _ in range(2):
         answer = fronted.chat(fronted.gateway, messages=messages, max_tokens=2)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 256
+
+
+def test_the_routers_benchmark_measures_it_too(smg: Path, tmp_path: Path) -> None:
+    out = tmp_path / "router.json"
+    sizes = ["--requests", "5", "--streams", "8", "--seconds", "1"]
+    assert main(["bench", "router", *sizes, "--smg", str(smg), "--json", str(out)]) == 0
+    values = {each["name"]: each["value"] for each in json.loads(out.read_text())["results"]}
+    assert values["CPU a token, 64 streams x 40 tokens/s, SSE, SMG: tokens an event"] >= 1
+    assert values["added to the time to first token, SSE, SMG, p50"] > 0
 
 
 def test_a_request_that_does_not_fit_is_the_clients_error(fronted: Fronted) -> None:

@@ -48,6 +48,7 @@ OPTIONS = (
     option("--requests", 300, "whose first token is timed"),
     option("--streams", 5000, "at once, at most"),
     option("--seconds", 10.0, "that streams are measured for"),
+    option("--smg", "", "the program of SMG's gateway, to measure beside", metavar="FILE"),
 )
 
 FACES = {"grpc": "gRPC", "http": "SSE"}
@@ -113,23 +114,45 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
                 results += await bench.each(face)
             for face in FACES:
                 results += await bench.many(face)
+        if args.smg:
+            results += await _beside(args, own, other)
     return results
+
+
+async def _beside(args: argparse.Namespace, own: int, other: int) -> list[Result]:
+    """Returns the figures of SMG's gateway, which has no goals to meet here."""
+    # Needs the extra `vllm`.
+    from baton_loadtest.bench.gateway import gateway, serve_engine
+
+    async with peer(serve_engine, other) as engine, peer(serve_clients, other) as clients:
+        address = (await engine.ask(do="open", serve_s=SERVE_S))["engine"]
+        async with gateway(args.smg, address, own) as smg:
+            bench = _RouterBench(smg, engine, clients, args, ", SMG")
+            found = [*await bench.added("http"), *await bench.each("http")]
+    return [Result(figure.name, figure.value, figure.unit) for figure in found]
 
 
 class _RouterBench:
     """The measurements of running processes."""
 
     def __init__(
-        self, router: BatonProcess, workers: Peer, clients: Peer, args: argparse.Namespace
+        self,
+        router: BatonProcess,
+        workers: Peer,
+        clients: Peer,
+        args: argparse.Namespace,
+        suffix: str = "",
     ) -> None:
-        self._router, self._workers, self._args = router, workers, args
-        self._ask = partial(clients.ask, faces={face: router.announced[face] for face in FACES})
+        """suffix: of the names of figures."""
+        self._router, self._workers, self._args, self._suffix = router, workers, args, suffix
+        faces = {face: router.announced[face] for face in FACES if face in router.announced}
+        self._ask = partial(clients.ask, faces=faces)
 
     async def added(self, face: str) -> list[Result]:
         """Measures the time to the first text, minus the workers' time."""
         await self._times(face, WARM_REQUESTS)
         times = await self._times(face, self._args.requests)
-        name = f"added to the time to first token, {FACES[face]}"
+        name = f"added to the time to first token, {FACES[face]}{self._suffix}"
         return [
             at_most(f"{name}, p50", ms(times, 0.5), "ms", ADDED_MS),
             Result(f"{name}, p99", ms(times, 0.99), "ms"),
@@ -154,7 +177,9 @@ class _RouterBench:
         self, face: str, streams: int, step_s: float, goal_us: float
     ) -> list[Result]:
         cost = await self._stream(face, streams, step_s)
-        name = f"CPU a token, {streams} streams x {1 / step_s:g} tokens/s, {FACES[face]}"
+        name = (
+            f"CPU a token, {streams} streams x {1 / step_s:g} tokens/s, {FACES[face]}{self._suffix}"
+        )
         return [
             at_most(name, 1e6 * cost.spent_s / cost.tokens, "us", goal_us),
             Result(f"{name}: tokens an event", cost.tokens / cost.events, ""),
