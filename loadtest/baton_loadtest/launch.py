@@ -23,8 +23,9 @@ from baton_loadtest.child import LONGEST_LINE
 from batonlm.cli.http_client import scrape
 from batonlm.cli.layout import Layout, UpOptions, plan
 from batonlm.cli.ports import free_row
-from batonlm.cli.supervisor import LONGEST_BACKOFF_S, Notify, Supervisor
+from batonlm.cli.supervisor import Notify, Supervisor
 from batonlm.core.errors import BatonError
+from batonlm.rpc.children import LONGEST_BACKOFF_S
 from batonlm.rpc.server import PARENT_VARIABLE
 
 ENGINE_CORE, OTHER_CORE = "0", "1"

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from batonlm.cli import state
-from batonlm.cli.supervisor import KILL_S, STOP_BOUND_S
+from batonlm.cli.supervisor import STOP_BOUND_S
+from batonlm.rpc.children import KILL_S
 
 PATIENCE_S = STOP_BOUND_S + 2.0
 """Time for the supervisor to end all processes, before it is killed."""

@@ -31,6 +31,7 @@ from batonlm.cli.forks import ForksEnded, ForkServer
 from batonlm.cli.http_client import met
 from batonlm.cli.layout import Layout, ProcessSpec
 from batonlm.core.errors import BatonError
+from batonlm.rpc.children import KILL_S, LONGEST_BACKOFF_S, Backoff, end_all
 from batonlm.rpc.peers import PEER_TOKEN_VARIABLE
 
 FILE_BYTES = 32 << 20
@@ -356,14 +357,9 @@ class _Lines:
         self._take(line)
 
 
-FIRST_BACKOFF_S = 0.1
-LONGEST_BACKOFF_S = 5.0
-HEALTHY_AFTER_S = 10.0
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 25.0
 """Time for the routers, and then for all others, to end before they are killed."""
-KILL_S = 3.0
-"""Time for the kernel to end killed processes. A process that hangs in the kernel may never end."""
 STOP_BOUND_S = 2 * (STOP_TIMEOUT_S + KILL_S) + KILL_S + CLOSE_S
 POLL_S = 0.05
 
@@ -499,7 +495,7 @@ class Supervisor:
             await self._end_children()
 
     async def _keep(self, spec: ProcessSpec, log: LogFile, forks: ForkServer | None) -> None:
-        backoff = FIRST_BACKOFF_S
+        backoff = Backoff(self._longest_backoff_s)
         while True:
             began = time.monotonic()
             why, code = await self._live(spec, log, forks)
@@ -509,12 +505,7 @@ class Supervisor:
                 self._fail(f"{spec.name} did not start: {why}")
                 return
             self._notify("restarting", spec.name, code)
-            backoff = (
-                FIRST_BACKOFF_S
-                if time.monotonic() - began > HEALTHY_AFTER_S
-                else min(backoff * 2, self._longest_backoff_s)
-            )
-            await asyncio.sleep(backoff)
+            await asyncio.sleep(backoff.after(time.monotonic() - began))
             await self._wanted[spec.name].wait()
 
     async def _start(self, spec: ProcessSpec, log: LogFile, **how: Any) -> ChildProcess:
@@ -587,24 +578,7 @@ class Supervisor:
                 await self._end(group)
 
     async def _end(self, group: Sequence[ChildProcess]) -> None:
-        for child in group:
-            child.terminate()
-        waits = [asyncio.create_task(child.wait()) for child in group]
-        all_ended = asyncio.gather(*waits)
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait(
-            (all_ended, hurry),
-            timeout=self._stop_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        hurry.cancel()
-        if not all_ended.done():
-            for child in group:
-                child.kill()
-            await asyncio.wait((all_ended,), timeout=KILL_S)
-        if not all_ended.done():
-            all_ended.cancel()
-        await asyncio.gather(all_ended, hurry, return_exceptions=True)
+        await end_all(group, self._stop_timeout_s, self._hurry)
         for child in group:
             child.close()
 

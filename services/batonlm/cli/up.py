@@ -33,9 +33,10 @@ from rich.progress import Progress as Bars
 from batonlm.cli import state, throwaway_ca
 from batonlm.cli.access import KEY_VARIABLE, Access
 from batonlm.cli.layout import Layout, UpOptions, check_machine, plan, served_models
-from batonlm.cli.supervisor import KILL_S, START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
+from batonlm.cli.supervisor import START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.config import CHOICES
+from batonlm.rpc.children import KILL_S
 
 
 def greeting(description: dict[str, Any], model: str, *, keys: bool) -> str:

@@ -27,7 +27,8 @@ from batonlm.cli import state
 from batonlm.cli.http_client import met, scrape, total
 from batonlm.cli.layout import APART, Layout, ProcessSpec, UpOptions, plan
 from batonlm.cli.ports import free_row
-from batonlm.cli.supervisor import FIRST_BACKOFF_S, ChildProcess, Supervisor
+from batonlm.cli.supervisor import ChildProcess, Supervisor
+from batonlm.rpc.children import FIRST_BACKOFF_S
 
 WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
 
