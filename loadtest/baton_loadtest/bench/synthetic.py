@@ -118,6 +118,7 @@ class Decode(ScriptedDecode):
         self._times = times
         self._decoding: dict[AttemptKey, list[_Sequence]] = {}
         self._new: list[AttemptKey] = []
+        self._started: list[decode_pb2.SequenceStarted] = []
         self._woken = asyncio.Event()
 
     def pace(self, step_s: float) -> None:
@@ -126,7 +127,7 @@ class Decode(ScriptedDecode):
         self._next_step = asyncio.get_running_loop().time() + step_s
         self._woken.set()
 
-    def begin(self, start: decode_pb2.StartSequence) -> None:
+    def begin(self, start: decode_pb2.StartSequence, router: str) -> None:
         task = asyncio.create_task(self.prefill(start))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -158,7 +159,7 @@ class Decode(ScriptedDecode):
                 await self._woken.wait()
         self._woken.clear()
 
-    def _step(self) -> decode_pb2.StepFrame:
+    def _step(self, router: str) -> decode_pb2.StepFrame:
         now = asyncio.get_running_loop().time()
         steps = max(0, ceil((now - self._next_step) / self.step_s))
         self._next_step += steps * self.step_s
@@ -201,20 +202,20 @@ class Detokenizer(ScriptedDetokenizer):
         super().__init__(model=MODEL)
         self._times = times
 
-    async def _serve(self, text_ids: Sequence[int]) -> None:
-        texts = [self.texts[text_id] for text_id in text_ids]
+    async def _serve(self, keys: Sequence[tuple[int, int]]) -> None:
+        texts = [self.texts[key] for key in keys]
         new = [text.opening for text in texts if text.token_ids and not text.sent]
         if new:
             tails = [token_ids_from_bytes(one.prompt_tail_ids, "prompt_tail_ids") for one in new]
             async with self._times.serve("detokenize", *(tail[-1] for tail in tails)):
                 pass
 
-    def _delta(self, text_id: int) -> detokenizer_pb2.TextDelta:
-        text = self.texts[text_id]
+    def _delta(self, session: int, text_id: int) -> detokenizer_pb2.TextDelta:
+        text = self.texts[session, text_id]
         count = len(text.token_ids)
         fresh, text.sent = count - text.sent, count
         if text.last:
-            del self.texts[text_id]
+            del self.texts[session, text_id]
         return detokenizer_pb2.TextDelta(
             text_id=text_id,
             text=WORD * fresh,

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import grpc
@@ -416,6 +417,8 @@ class ScriptedPrefill(ScriptedWorker, prefill_pb2_grpc.PrefillServicer):
 class _Running:
     """One attempt at the scripted decode worker."""
 
+    router: str
+    """The instance id of whoever started it."""
     attempt: Attempt
     handover_id: bytes
     max_unconfirmed: int
@@ -444,7 +447,6 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         """If set, it hands no sequence over to another worker."""
         self.wishes: list[decode_pb2.HandOverSequence] = []
         self.giving: dict[SequenceKey, bytes] = {}
-        self._answers: list[decode_pb2.SequenceHandedOver] = []
         self.running: dict[AttemptKey, _Running] = {}
         self.starts: list[Attempt] = []
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
@@ -464,8 +466,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.step_s = 0.001
         self.break_stream = asyncio.Event()
         self.hellos: list[decode_pb2.SessionHello] = []
-        self._failures: list[decode_pb2.SequenceFailure] = []
-        self._started: list[decode_pb2.SequenceStarted] = []
+        self._frames: defaultdict[str, decode_pb2.StepFrame] = defaultdict(decode_pb2.StepFrame)
+        """The next frame to each router, without its tokens."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def service(self) -> Service:
@@ -499,8 +501,9 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
             raise Unavailable("another instance id lives here")
         self.hellos.append(hello)
         self.break_stream.clear()
+        router = hello.router.instance_id
         yield decode_pb2.SessionResponse(welcome=self._resume(hello))
-        reader = asyncio.create_task(self._read(request_iterator))
+        reader = asyncio.create_task(self._read(request_iterator, router))
         clock = asyncio.get_running_loop().time
         silent_since = clock()
         try:
@@ -508,7 +511,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
                 await self._until_step()
                 if self.break_stream.is_set():
                     raise Unavailable("the stream is broken on purpose")
-                frame = self._step()
+                frame = self._step(router)
                 now = clock()
                 if self.silent:
                     continue
@@ -535,38 +538,38 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
             else:
                 kept[key].add(entry.choice)
                 running.sent[entry.choice] = entry.position - running.attempt.position
-        for key in list(self.running):
-            if key not in kept:
+        for key, running in list(self.running.items()):
+            if key not in kept and running.router == hello.router.instance_id:
                 del self.running[key]
         return decode_pb2.SessionWelcome(decode=identity_to_proto(self.identity), lost=lost)
 
-    async def _read(self, requests: AsyncIterator[decode_pb2.SessionRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[decode_pb2.SessionRequest], router: str) -> None:
         async for request in requests:
             match request.WhichOneof("message"):
                 case "start":
-                    self.begin(request.start)
+                    self.begin(request.start, router)
                 case "cancel":
                     key = AttemptKey(request.cancel.request_id, request.cancel.attempt)
                     self.cancels.append((key, tuple(request.cancel.choices)))
                     self._cancel(key, tuple(request.cancel.choices))
                 case "hand_over":
-                    self._hand_over(request.hand_over)
+                    self._hand_over(request.hand_over, router)
                 case "confirm":
                     for entry in request.confirm.sequences:
                         running = self.running.get(AttemptKey(entry.request_id, entry.attempt))
                         if running is not None:
                             running.confirmed[entry.choice] = entry.position
 
-    def begin(self, start: decode_pb2.StartSequence) -> None:
+    def begin(self, start: decode_pb2.StartSequence, router: str) -> None:
         attempt = attempt_from_proto(start.attempt)
         self.starts.append(attempt)
         try:
             self.refuse()
         except BatonError as error:
-            self._fail(attempt.key, error)
+            self._fail(attempt.key, error, router)
             return
         running = self.running[attempt.key] = _Running(
-            attempt, start.source.handover_id, start.max_unconfirmed, set(attempt.choices)
+            router, attempt, start.source.handover_id, start.max_unconfirmed, set(attempt.choices)
         )
         if running.handover_id:
             task = asyncio.create_task(self._collect(running))
@@ -575,16 +578,15 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         else:
             running.ready = True
 
-    def _hand_over(self, wish: decode_pb2.HandOverSequence) -> None:
+    def _hand_over(self, wish: decode_pb2.HandOverSequence, router: str) -> None:
         self.wishes.append(wish)
         key = SequenceKey(wish.request_id, wish.choice, wish.attempt)
-        answer = decode_pb2.SequenceHandedOver(
+        answer = self._frames[router].handed_over.add(
             request_id=key.request_id,
             attempt=key.attempt,
             choice=key.choice,
             handover_id=wish.handover_id,
         )
-        self._answers.append(answer)
         running = self.running.get(AttemptKey(key.request_id, key.attempt))
         if running is None or key.choice not in running.choices or self.keeping:
             return
@@ -612,12 +614,10 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
             if not running.choices:
                 del self.running[key]
 
-    def _fail(self, key: AttemptKey, error: BatonError) -> None:
+    def _fail(self, key: AttemptKey, error: BatonError, router: str) -> None:
         self.running.pop(key, None)
-        self._failures.append(
-            decode_pb2.SequenceFailure(
-                request_id=key.request_id, attempt=key.attempt, error=error_to_proto(error)
-            )
+        self._frames[router].failures.add(
+            request_id=key.request_id, attempt=key.attempt, error=error_to_proto(error)
         )
 
     async def _collect(self, running: _Running) -> None:
@@ -626,7 +626,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
             first = await asyncio.shield(self.network.offer(running.handover_id))
         except BatonError as error:
             if running.attempt.key in self.running:
-                self._fail(running.attempt.key, error)
+                self._fail(running.attempt.key, error, running.router)
             return
         self.network.collected(running.handover_id)
         for entry in first:
@@ -636,21 +636,20 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
                 running.outputs[key.choice].append(entry._replace(key=key))
         running.ready = True
 
-    def _step(self) -> decode_pb2.StepFrame:
+    def _step(self, router: str) -> decode_pb2.StepFrame:
+        frame = self._frames.pop(router, None) or decode_pb2.StepFrame()
         tokens: list[ChoiceTokens] = []
         for key, running in list(self.running.items()):
-            if not running.ready:
+            if not running.ready or running.router != router:
                 continue
             if not running.reported:
                 running.reported = True
-                self._started.append(
-                    decode_pb2.SequenceStarted(
-                        request_id=key.request_id,
-                        attempt=key.attempt,
-                        cached_tokens=2,
-                        received_bytes=1000 if running.handover_id else 0,
-                        prompt_logprobs=scores(running.attempt) if self.scoring else None,
-                    )
+                frame.started.add(
+                    request_id=key.request_id,
+                    attempt=key.attempt,
+                    cached_tokens=2,
+                    received_bytes=1000 if running.handover_id else 0,
+                    prompt_logprobs=scores(running.attempt) if self.scoring else None,
                 )
             for choice in sorted(running.choices):
                 if self.stepping.is_set() and choice not in running.leaving:
@@ -658,15 +657,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
                 fresh = running.outputs[choice][running.sent[choice] :]
                 running.sent[choice] = len(running.outputs[choice])
                 tokens += fresh
-        failures, self._failures = self._failures, []
-        started, self._started = self._started, []
-        answers, self._answers = self._answers, []
-        return decode_pb2.StepFrame(
-            tokens=[choice_tokens_to_proto(entry) for entry in self.tamper(tokens)],
-            failures=failures,
-            started=started,
-            handed_over=answers,
-        )
+        frame.tokens.extend(choice_tokens_to_proto(entry) for entry in self.tamper(tokens))
+        return frame
 
     def _advance(self, running: _Running, choice: int) -> None:
         made = running.outputs[choice]
@@ -702,7 +694,9 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
         self.talking = asyncio.Event()
         """While cleared, tokens are received but no text is sent."""
         self.talking.set()
-        self.texts: dict[int, _Text] = {}
+        self.texts: dict[tuple[int, int], _Text] = {}
+        """By session, as counted here, and the router's number."""
+        self._sessions = count()
         self.openings: list[detokenizer_pb2.OpenText] = []
         self.fail_next: list[BatonError] = []
 
@@ -717,10 +711,10 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
         request_iterator: AsyncIterator[detokenizer_pb2.DetokenizerSessionRequest],
         context: Context,
     ) -> AsyncIterator[detokenizer_pb2.DetokenizerSessionResponse]:
-        self.texts.clear()
+        session = next(self._sessions)
         dirty: dict[int, None] = {}
         woken = asyncio.Event()
-        reader = asyncio.create_task(self._read(request_iterator, dirty, woken))
+        reader = asyncio.create_task(self._read(request_iterator, session, dirty, woken))
         reader.add_done_callback(lambda _: woken.set())
         yield detokenizer_pb2.DetokenizerSessionResponse(heartbeat=True)
         try:
@@ -733,22 +727,29 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
                 if not (dirty and self.talking.is_set()):
                     yield detokenizer_pb2.DetokenizerSessionResponse(heartbeat=True)
                     continue
-                taken = [text_id for text_id in dirty if text_id in self.texts]
+                taken = [text_id for text_id in dirty if (session, text_id) in self.texts]
                 dirty.clear()
-                await self._serve(taken)
+                await self._serve([(session, text_id) for text_id in taken])
                 yield detokenizer_pb2.DetokenizerSessionResponse(
-                    deltas=[self._delta(text_id) for text_id in taken if text_id in self.texts]
+                    deltas=[
+                        self._delta(session, text_id)
+                        for text_id in taken
+                        if (session, text_id) in self.texts
+                    ]
                 )
             reader.result()
         finally:
             reader.cancel()
+            for key in [key for key in self.texts if key[0] == session]:
+                del self.texts[key]
 
-    async def _serve(self, text_ids: Sequence[int]) -> None:
+    async def _serve(self, keys: Sequence[tuple[int, int]]) -> None:
         """Waits as long as new tokens of these texts take."""
 
     async def _read(
         self,
         requests: AsyncIterator[detokenizer_pb2.DetokenizerSessionRequest],
+        session: int,
         dirty: dict[int, None],
         woken: asyncio.Event,
     ) -> None:
@@ -756,17 +757,18 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
             woken.set()
             for operation in request.operations:
                 text_id = operation.text_id
+                key = session, text_id
                 match operation.WhichOneof("operation"):
                     case "open":
                         self.openings.append(operation.open)
                         ids = token_ids_from_bytes(operation.open.token_ids, "open.token_ids")
-                        self.texts[text_id] = _Text(operation.open, list(ids))
+                        self.texts[key] = _Text(operation.open, list(ids))
                         dirty[text_id] = None
-                    case "append" if text_id in self.texts:
-                        self._append(self.texts[text_id], operation.append)
+                    case "append" if key in self.texts:
+                        self._append(self.texts[key], operation.append)
                         dirty[text_id] = None
                     case "close":
-                        self.texts.pop(text_id, None)
+                        self.texts.pop(key, None)
 
     def _append(self, text: _Text, append: detokenizer_pb2.AppendTokens) -> None:
         if append.position != len(text.token_ids):
@@ -777,12 +779,13 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
         for token in token_ids_from_bytes(append.spell_token_ids, "append.spell_token_ids"):
             text.spelled.append(bytes([token]) if token < 256 else b"<end>")
 
-    def _delta(self, text_id: int) -> detokenizer_pb2.TextDelta:
+    def _delta(self, session: int, text_id: int) -> detokenizer_pb2.TextDelta:
+        key = session, text_id
         if self.fail_next:
-            del self.texts[text_id]
+            del self.texts[key]
             error = error_to_proto(self.fail_next.pop(0))
             return detokenizer_pb2.TextDelta(text_id=text_id, error=error)
-        text = self.texts[text_id]
+        text = self.texts[key]
         spelled, text.spelled = text.spelled, []
         whole = language.text_of(text.token_ids)
         delta = detokenizer_pb2.TextDelta(text_id=text_id, spelled_texts=spelled)
@@ -802,7 +805,7 @@ class ScriptedDetokenizer(ScriptedWorker, detokenizer_pb2_grpc.DetokenizerServic
         delta.num_tokens = len(text.token_ids) if delta.end else min(end, len(text.token_ids))
         delta.searched_tokens = len(text.token_ids)
         if delta.end:
-            del self.texts[text_id]
+            del self.texts[key]
         return delta
 
 

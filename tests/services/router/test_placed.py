@@ -56,9 +56,9 @@ async def test_a_prompt_counts_on_decode_until_it_is_computed_there(
     seen: list[tuple[int, int]] = []
     start = decode.begin
 
-    def started(message: Any) -> None:
+    def started(message: Any, router: str) -> None:
         seen.append(on(pool))
-        start(message)
+        start(message, router)
 
     monkeypatch.setattr(decode, "begin", started)
     asked = asyncio.create_task(world.ask(REQUEST))
