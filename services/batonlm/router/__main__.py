@@ -34,6 +34,7 @@ from batonlm.router.config import RouterConfig
 from batonlm.router.observe import gauges
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.observe.records import UsageLog
+from batonlm.router.processes import OwnProcess, cores, run_processes
 from batonlm.router.request import pacing
 from batonlm.router.request.migration import Migrator
 from batonlm.router.request.pipeline import Pipeline
@@ -46,7 +47,13 @@ from batonlm.rpc.channels import Channels
 from batonlm.rpc.followed_file import FollowedFile
 from batonlm.rpc.loop import freeze_garbage
 from batonlm.rpc.metrics import REGISTRY, tell_role
-from batonlm.rpc.server import PUBLIC_STREAMS, Probes, ProcessServer, PublicLimits
+from batonlm.rpc.server import (
+    PARENT_VARIABLE,
+    PUBLIC_STREAMS,
+    Probes,
+    ProcessServer,
+    PublicLimits,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +61,22 @@ HTTP_GRACE_S = 1.0
 READINESS_S = 1.0
 
 
-async def serve(config: RouterConfig) -> int:
-    """Runs until SIGTERM, then drains. Returns the exit code."""
+async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
+    """Runs until SIGTERM, then drains. Returns the exit code. own: set when this process is one of
+    several of a router."""
     identity = WorkerIdentity("router", lifecycle.new_instance_id(), config.grpc_listen)
     logs.setup("router", config.log_level, config.log_json, instance_id=identity.instance_id)
     log.info("configuration: %s", configuration.describe(config))
     tell_role("router")
     probes = Probes(health_listen=config.health_listen, metrics_listen=config.metrics_listen)
+    if own is not None:
+        # The parts of the start are the first process's to print.
+        os.environ.pop(PARENT_VARIABLE, None)
+        await own.open(probes.health)
     await probes.open()
     probes.startup.enter("discovery")
     discovery = await discovery_of(config.places)
-    replicas = Replicas(discovery if config.routers else None)
+    replicas = Replicas(discovery if config.routers else None, own.count if own else 1)
     for warning in exposure_warnings(
         config.faces,
         keys=bool(config.keys),
@@ -87,6 +99,8 @@ async def serve(config: RouterConfig) -> int:
         InferenceServicer(pipeline, stall_timeout_s=config.stall_timeout_s).service(),
         RouterAdaptersServicer(pipeline).service(),
     ]
+    if own is not None:
+        own.pipeline = pipeline
     if config.vllm_engine:
         services.append(engine_service(pipeline, fleet, config))
     server = ProcessServer(
@@ -104,6 +118,7 @@ async def serve(config: RouterConfig) -> int:
             streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
         ),
         field="grpc_listen",
+        shared=own is not None,
     )
     unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas)
     try:
@@ -120,10 +135,16 @@ async def serve(config: RouterConfig) -> int:
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages)
+        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, own)
         if config.cors_origins:
             app = with_cors(app, config.cors_origins)
-        http = await serve_http(app, config.http_listen, limits=limits, certificates=certificates)
+        http = await serve_http(
+            app,
+            config.http_listen,
+            limits=limits,
+            certificates=certificates,
+            shared=own is not None,
+        )
         try:
             grpc_address = await server.start()
             probes.startup.enter("workers")
@@ -139,7 +160,8 @@ async def serve(config: RouterConfig) -> int:
             )
             started = {"role": "router", "http": http.address, "grpc": grpc_address}
             freeze_garbage()
-            print(json.dumps(started), flush=True)
+            if own is None:
+                print(json.dumps(started), flush=True)
             try:
                 goodbye_s = server.goodbye_s if config.lame_duck_s else 0.0
                 return await lifecycle.run_until_stopped(
@@ -164,6 +186,8 @@ async def serve(config: RouterConfig) -> int:
         await fleet.close()
         await channels.close()
         tracer.close()
+        if own is not None:
+            own.close()
 
 
 class AliasFile(FollowedFile[dict[str, Alias]]):
@@ -248,8 +272,13 @@ def yield_on_one_core() -> None:
 def main() -> None:
     """The `baton-router` command."""
     config = configuration.load(RouterConfig, prog="baton-router")
+    own = OwnProcess.here()
+    if own is not None:
+        config = own.config(config)
+    elif (count := config.processes or cores()) > 1:
+        sys.exit(lifecycle.run(run_processes(config, count)))
     yield_on_one_core()
-    sys.exit(lifecycle.run(serve(config)))
+    sys.exit(lifecycle.run(serve(config, own)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,13 @@ class RouterConfig(ProcessOptions):
     )
     http_listen: str = option(
         "127.0.0.1:0", "where HTTP listens; port 0: a free one", unit="host:port"
+    )
+    processes: int = option(
+        1,
+        "processes that share these ports and this router's part of the budgets; limits of "
+        "requests and connections are for each; 0: one for each core",
+        minimum=0,
+        maximum=256,
     )
     metrics_listen: str = option(
         "",
@@ -201,6 +209,13 @@ class RouterConfig(ProcessOptions):
     def __post_init__(self) -> None:
         """Raises InvalidArgument for settings that would expose the router by mistake."""
         ProcessOptions.__post_init__(self)
+        if self.processes != 1 and sys.platform != "linux":
+            raise InvalidArgument("must be 1: only Linux shares out connections", field="processes")
+        if self.processes != 1 and self.vllm_engine:
+            raise InvalidArgument(
+                "must be 1 with vllm_engine: a gateway has one connection, and so one process",
+                field="processes",
+            )
         if self.vllm_tokenizer and not self.vllm_engine:
             raise InvalidArgument("needs vllm_engine", field="vllm_tokenizer")
         if self.keep_replays and not self.timings:

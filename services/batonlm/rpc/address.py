@@ -40,18 +40,32 @@ def is_loopback(host: str) -> bool:
 
 def check_listen(address: str, field: str) -> None:
     """Raises PortInUse or InvalidArgument when a plain socket cannot listen there."""
+    with take(address, field) as probe:
+        try:
+            probe.listen(1)
+        except OSError as error:
+            raise refusal(error, address, field) from None
+
+
+def take(address: str, field: str) -> socket.socket:
+    """Returns a socket that is bound there and does not listen. Raises PortInUse or InvalidArgument
+    naming the field."""
     host, port = split(address, field)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        with socket.socket(family, kind, protocol) as probe:
+        taken = socket.socket(family, kind, protocol)
+        try:
             # SO_REUSEADDR only skips TIME_WAIT: a port that is in use is still refused.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
-            probe.listen(1)
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(target)
+        except BaseException:
+            taken.close()
+            raise
     except OSError as error:
         raise refusal(error, address, field) from None
+    return taken
 
 
 def refusal(error: OSError, address: str, field: str) -> InvalidArgument:

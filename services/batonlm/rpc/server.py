@@ -22,13 +22,14 @@ import grpc
 from google.protobuf.internal import api_implementation
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
 
 from batonlm.core.errors import Internal, NotFound, Overloaded, Unavailable
 from batonlm.rpc import metrics
 from batonlm.rpc.address import PortInUse, check_listen, is_loopback, join, split
 from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, LONGEST_CALL_S, Arguments, bind
 from batonlm.rpc.errors import Check, ErrorInterceptor
-from batonlm.rpc.metrics import TASKS, MetricsServer, gauge, serve_metrics
+from batonlm.rpc.metrics import REGISTRY, TASKS, MetricsServer, gauge, serve_metrics
 from batonlm.rpc.peers import check_caller, check_token
 from batonlm.rpc.tls import Certificates
 
@@ -246,6 +247,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._startup.ready()
         self._notify()
 
+    @property
+    def services(self) -> frozenset[str]:
+        """Empty until the process has started."""
+        return self._services or frozenset()
+
+    @property
+    def serving(self) -> bool:
+        """Whether the services are ready."""
+        return self._serving
+
     def leave(self) -> None:
         """Turns all services to NOT_SERVING for good; later calls of `set_serving` do not change
         that."""
@@ -308,8 +319,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 class Probes:
     """The ports for health and /metrics, which are open while the process starts."""
 
-    def __init__(self, *, health_listen: str = "", metrics_listen: str = "") -> None:
-        """Both are "host:port"; empty: there is no such port."""
+    def __init__(
+        self,
+        *,
+        health_listen: str = "",
+        metrics_listen: str = "",
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        """Both are "host:port"; empty: there is no such port. registry: what metrics are served."""
         self.startup = Startup()
         """The process's progress, which health and /metrics report."""
         self.health = Health(self.startup)
@@ -318,6 +335,7 @@ class Probes:
         """The actual "host:port" of health, or ""."""
         self._health_listen = health_listen
         self._metrics_listen = metrics_listen
+        self._registry = registry
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._open = False
@@ -338,7 +356,7 @@ class Probes:
         self._unexport = self.startup.export()
         try:
             if self._metrics_listen:
-                self._metrics = serve_metrics(self._metrics_listen)
+                self._metrics = serve_metrics(self._metrics_listen, self._registry)
             if self._health_listen:
                 self._server = await self._serve_health()
         except BaseException:
@@ -446,6 +464,7 @@ class ProcessServer:
         certificates: Certificates | None = None,
         token: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        shared: bool = False,
     ) -> None:
         """public: clients call it, so that messages, streams and connections are limited, by
         `limits`; otherwise callers are Baton's processes, which `batonlm.rpc.peers` authorizes by
@@ -454,7 +473,8 @@ class ProcessServer:
         field: the option of `listen`, for errors. certificates: enables TLS. token: required of
         Baton's processes; empty: none. interceptors: run before the services; an error that they
         raise reaches the caller like a handler's. probes: opened by `start` unless they are open,
-        and closed by `stop`; None: there are no ports besides `listen`.
+        and closed by `stop`; None: there are no ports besides `listen`. shared: other processes of
+        this user may listen there, too, and the kernel shares out connections.
         """
         self._listen = listen
         self._field = field
@@ -466,6 +486,9 @@ class ProcessServer:
         self._arguments = INTERNAL_SERVER
         if self._limits is not None:
             self._arguments = public_server(self._limits)
+        self._shared = shared
+        if shared:
+            self._arguments = (("grpc.so_reuseport", 1), *self._arguments[1:])
         self._certificates = certificates
         self._token = token
         self._interceptors = tuple(interceptors)
@@ -500,7 +523,8 @@ class ProcessServer:
                 "reads the network" if self._token else "reaches it",
             )
         # Checked first, because gRPC does not report why a port cannot be bound.
-        check_listen(self._listen, self._field)
+        if not self._shared:
+            check_listen(self._listen, self._field)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(*self._checks()), *self._interceptors],
             options=self._arguments,

@@ -18,18 +18,20 @@ from tests.services.router.conftest import PATIENCE_S, World
 
 @dataclass
 class RouterProcess:
-    """http, grpc: where it serves."""
+    """http, grpc: where it serves. key: an operator's, if it has keys."""
 
     process: asyncio.subprocess.Process
     http: str
     grpc: str
+    key: str = ""
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     async def metrics(self) -> dict[str, float]:
         """Every sample, by its name and labels as they are written."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        shown = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        async with httpx.AsyncClient(trust_env=False, headers=shown) as client:
             text = (await client.get(f"http://{self.http}/metrics", timeout=120)).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
@@ -43,7 +45,7 @@ class RouterProcess:
 
 
 @asynccontextmanager
-async def router_process(world: World, *flags: str) -> AsyncIterator[RouterProcess]:
+async def router_process(world: World, *flags: str, key: str = "") -> AsyncIterator[RouterProcess]:
     """Starts the test's workers and a router that has met them all; holds nothing at its end,
     unless it was killed."""
     await world.serve()
@@ -56,13 +58,13 @@ async def router_process(world: World, *flags: str) -> AsyncIterator[RouterProce
         assert process.stdout is not None
         async with asyncio.timeout(PATIENCE_S):
             said = json.loads(await process.stdout.readline())
-        router = RouterProcess(process, said["http"], said["grpc"])
+        router = RouterProcess(process, said["http"], said["grpc"], key)
         everybody = sum(map(len, world.addresses.values()))
         await router.until(lambda told: _serving(told) == everybody)
         yield router
         if process.returncode is None:
             url = f"http://{router.http}/metrics"
-            await asyncio.to_thread(leaks.check, leaks.RunningWorker(process.pid, url))
+            await asyncio.to_thread(leaks.check, leaks.RunningWorker(process.pid, url, key))
             process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(PATIENCE_S):
                 assert await process.wait() == 0

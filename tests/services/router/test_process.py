@@ -76,9 +76,11 @@ def test_a_port_that_is_taken_is_named() -> None:
             first.kill()
 
 
-def test_probes_and_scrapers_have_ports_of_their_own() -> None:
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.deep)])
+def test_probes_and_scrapers_have_ports_of_their_own(processes: str) -> None:
     health, metrics = (f"127.0.0.1:{port}" for port in free_ports(2))
-    with start("--health-listen", health, "--metrics-listen", metrics) as process:
+    flags = ("--processes", processes, "--health-listen", health, "--metrics-listen", metrics)
+    with start(*flags) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()

@@ -91,6 +91,30 @@ async def test_a_line_says_what_billing_needs(made: Callable[..., Kept]) -> None
     }
 
 
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="pipes that keep writes apart are Linux's")
+def test_lines_on_a_pipe_do_not_mix_with_other_processes_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe2(os.O_DIRECT)
+    with open(writing, "wb") as out, open(reading, "rb", buffering=0) as pipe:
+        monkeypatch.setattr("sys.stdout", out)
+        log = UsageLog("-", "r1", registry=CollectorRegistry())
+        try:
+            # More than the pipe takes one by one, so that the rest is written in parts.
+            for name in range(200):
+                log.over(over(record(str(name))))
+            received: list[bytes] = []
+            while sum(one.count(b"\n") for one in received) < 200:
+                received.append(pipe.read(1 << 16))
+        finally:
+            log.close()
+    assert max(one.count(b"\n") for one in received) > 1
+    assert all(one.endswith(b"\n") for one in received), "a line was torn"
+    assert [json.loads(line)["request_id"] for line in b"".join(received).splitlines()] == [
+        str(name) for name in range(200)
+    ]
+
+
 async def test_a_renamed_file_is_left_and_a_truncated_one_goes_on(
     made: Callable[..., Kept],
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 import time
@@ -299,7 +300,7 @@ class UsageLog:
                     self._file = fresh
                     # The rest of a line would make no sense in another file.
                     done = text.rfind(b"\n", 0, done) + 1
-                done += os.write(self._file, memoryview(text)[done:])
+                done += os.write(self._file, memoryview(text)[done : self._until(text, done)])
             except OSError as error:
                 self._failures.inc()
                 if not self._failing:
@@ -311,6 +312,13 @@ class UsageLog:
             log.info("usage lines are written again")
         self._failing = False
         return True
+
+    def _until(self, text: bytes, start: int) -> int:
+        """Returns where a write from `start` ends. A pipe takes PIPE_BUF bytes at once; parts of
+        longer writes would mix with those of other processes that write to it."""
+        if self._path != STDOUT:
+            return len(text)
+        return text.rfind(b"\n", start, start + select.PIPE_BUF) + 1 or len(text)
 
     def _open(self) -> int:
         if self._path == STDOUT:

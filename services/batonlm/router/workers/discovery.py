@@ -283,10 +283,11 @@ async def discovery_of(places: Mapping[str, Sequence[str]]) -> Discovery:
 class Replicas:
     """The number of live routers, by which budgets are shared."""
 
-    def __init__(self, discovery: Discovery | None) -> None:
-        """discovery: None when no option names the routers; then there is this one only."""
+    def __init__(self, discovery: Discovery | None, processes: int = 1) -> None:
+        """discovery: None when no option names the routers; then there is this one only. processes:
+        of each of them, which count as routers of their own."""
         self._discovery = discovery
-        self._live = 1
+        self._processes = self._live = processes
 
     def live_replicas(self) -> int:
         """Returns the live routers, including this one: at least 1."""
@@ -296,4 +297,4 @@ class Replicas:
         """Follows discovery, if configured, until cancelled."""
         if self._discovery is not None:
             async for found in self._discovery.source("router").watch():
-                self._live = max(1, len(found))
+                self._live = max(1, len(found)) * self._processes

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.resources import files
+from typing import Protocol
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import (
     MOST_LETTERS,
     BatonError,
@@ -87,6 +89,17 @@ _PLAYGROUND_HEADERS = {
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
+class OtherProcesses(Protocol):
+    """What `batonlm.router.processes` answers for all processes of this router."""
+
+    async def metrics(self) -> Collector:
+        """Raises Unavailable."""
+        ...
+
+    async def find(self, request_id: str, tenant: Tenant, replay: str | None) -> Json | None:
+        """Returns a record as `record_document` does, or None."""
+
+
 class HttpApp:
     """Serves one Pipeline. Exceptions reach it only before the first byte of a response."""
 
@@ -96,12 +109,14 @@ class HttpApp:
         registry: Collector,
         access: HttpAccess,
         pages: Sequence[BaseRoute] = (),
+        others: OtherProcesses | None = None,
     ):
+        """others: where this router consists of several processes."""
         self._access = access
         self._bodies = bodies = Bodies(pipeline)
         self._pipeline = pipeline
         self._registry = registry
-        self._registry_without_tenants = TenantBlind(registry)
+        self._others = others
         self._created = int(time.time())
         posts: dict[str, ASGIApp] = {
             "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
@@ -120,7 +135,7 @@ class HttpApp:
             "/models": self._list_models,
             # A path, because names such as "organisation/model" have slashes.
             "/models/{model:path}": self._show_model,
-            "/requests/{id}": explain_endpoint(pipeline),
+            "/requests/{id}": explain_endpoint(pipeline, others.find if others else None),
         }
         document = Response(encode(openapi_document()), media_type="application/json")
         docs = Response(
@@ -234,8 +249,9 @@ class HttpApp:
     async def _show_metrics(self, request: Request) -> Response:
         """Returns the metrics. A caller without a key, where metrics need none, does not see tenant
         names."""
-        known = is_known(request.scope)
-        shown = self._registry if known else self._registry_without_tenants
+        shown = self._registry if self._others is None else await self._others.metrics()
+        if not is_known(request.scope):
+            shown = TenantBlind(shown)
         headers = {"content-type": CONTENT_TYPE_PLAIN_0_0_4, **_NO_SNIFF}
         return Response(generate_latest(shown), headers=headers)
 

@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import InvalidArgument, NotFound, Unavailable
 from batonlm.core.observe.request_record import (
     AttemptRecord,
@@ -38,23 +39,44 @@ from batonlm.rpc.tracing import now
 
 _FOR_OPERATORS = "An operator's key shows more."
 
+Elsewhere = Callable[[str, Tenant, str | None], Awaitable[Json | None]]
+"""Looks for a record at this router's other processes, as `record_document` does here: by request
+id, tenant and ?replay. Returns None where none has it."""
 
-def explain_endpoint(pipeline: Pipeline) -> Callable[[Request], Awaitable[Response]]:
+
+def explain_endpoint(
+    pipeline: Pipeline, elsewhere: Elsewhere | None
+) -> Callable[[Request], Awaitable[Response]]:
     async def explain(request: Request) -> Response:
         # Answers have ids with a prefix, as chatcmpl-ID and cmpl-ID.
         request_id = request.path_params["id"].rpartition("-")[2]
         tenant = caller(request.scope)
-        record = pipeline.explain(request_id, tenant)
         wanted = request.query_params.get("replay")
-        if wanted is None:
-            return json_response(explained(record, now(), whole=tenant.operator))
-        if wanted not in ("", "ids", "text"):
-            raise InvalidArgument(
-                "replay must be ids (as it is when empty) or text", field="replay"
-            )
-        return json_response(_replay_file(record, with_text=wanted == "text"))
+        try:
+            return json_response(record_document(pipeline, request_id, tenant, wanted))
+        except NotFound as error:
+            # A known request without a replay is in no other process.
+            if elsewhere is None or error.field != "request_id":
+                raise
+            document = await elsewhere(request_id, tenant, wanted)
+            if document is None:
+                raise
+            return json_response(document)
 
     return explain
+
+
+def record_document(
+    pipeline: Pipeline, request_id: str, tenant: Tenant, replay: str | None
+) -> Json:
+    """Returns the record of a request of this process, or what replays it. Raises NotFound, with
+    the field request_id if it is none, and InvalidArgument."""
+    record = pipeline.explain(request_id, tenant)
+    if replay is None:
+        return explained(record, now(), whole=tenant.operator)
+    if replay not in ("", "ids", "text"):
+        raise InvalidArgument("replay must be ids (as it is when empty) or text", field="replay")
+    return _replay_file(record, with_text=replay == "text")
 
 
 def explained(record: RequestRecord, now: float, *, whole: bool) -> Json:

@@ -353,10 +353,12 @@ async def serve_http(
     *,
     limits: HttpLimits | None = None,
     certificates: Certificates | None = None,
+    shared: bool = False,
 ) -> HttpServer:
     """Serves app on listen ("host:port"; "[::1]:port"; port 0 takes a free one).
 
-    app: answers an HttpError that `receive` raises. certificates: speaks TLS 1.2 or later.
+    app: answers an HttpError that `receive` raises. certificates: speaks TLS 1.2 or later. shared:
+    other processes of this user may listen there, too, and the kernel shares out connections.
 
     Raises PortInUse when another process listens there, InvalidArgument when listen is no address
     of this machine; both name the field http_listen.
@@ -373,6 +375,8 @@ async def serve_http(
             # first claimed exclusively, and then shared only with granian, which binds beside the
             # claim.
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             claim.bind(target)
             claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             bound_host, bound_port = claim.getsockname()[:2]

@@ -1,0 +1,256 @@
+"""A router of several processes is to its clients, its scrapers and its supervisor as one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from batonlm.core.admission.api_keys import TenantLimits
+from batonlm.core.errors import InvalidArgument
+from batonlm.router.config import RouterConfig
+from batonlm.router.processes import SUMMED, Families, Merger, Written
+from batonlm.testing import language
+from batonlm.v1 import inference_pb2 as pb
+from batonlm.v1 import inference_pb2_grpc, types_pb2
+from tests.services.router.conftest import PATIENCE_S, World
+from tests.services.router.router_process import RouterProcess, router_process
+from tests.services.router.test_keys import Kept
+from tests.services.router.test_process import start
+
+PROMPT = "the cat sat on the mat"
+TOKENS = 40
+ENDED = 'baton_requests_total{outcome="finished"}'
+
+ALIKE = {
+    "process_start_time_seconds",
+    "baton_process_info",
+    "baton_load_progress",
+    "baton_startup_seconds",
+    "baton_ready_seconds",
+    "baton_api_keys",
+    "baton_api_keys_stale",
+    "baton_alias_gone_back",
+    "baton_routers",
+    "baton_workers",
+    "baton_model_workers",
+    "baton_standbys",
+    "baton_prefix_index_units",
+    "baton_pool_target_workers",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+}
+"""Gauges that are alike in all processes of a router, so that the largest counts."""
+
+
+class Stream:
+    """One answer, over a connection of its own."""
+
+    def __init__(self, router: RouterProcess, seed: int) -> None:
+        self.token_ids: list[int] = []
+        self.expected, _ = language.answer(tuple(PROMPT.encode()), seed, 0, TOKENS, ignore_eos=True)
+        self.begun = asyncio.Event()
+        self.reading = asyncio.create_task(self._read(router.grpc, seed))
+
+    async def _read(self, address: str, seed: int) -> grpc.StatusCode:
+        options = pb.GenerationOptions(
+            sampling=types_pb2.SamplingParams(seed=seed),
+            stop=types_pb2.StopParams(max_tokens=TOKENS, ignore_eos=True),
+            return_token_ids=True,
+        )
+        own = (("grpc.use_local_subchannel_pool", 1),)
+        try:
+            async with grpc.aio.insecure_channel(address, options=own) as channel:
+                stub = inference_pb2_grpc.InferenceStub(channel)
+                request = pb.GenerateRequest(text=PROMPT, options=options)
+                async for answer in stub.Generate(request, timeout=PATIENCE_S):
+                    self.token_ids += answer.event.delta.token_ids
+                    if self.token_ids:
+                        self.begun.set()
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        assert tuple(self.token_ids) == self.expected
+        return grpc.StatusCode.OK
+
+
+async def ask(router: RouterProcess, path: str, key: str = "", **body: object) -> httpx.Response:
+    """One request over a connection of its own."""
+    shown = {"authorization": f"Bearer {key}"} if key else {}
+    # Reading the system's certificates would take most of the time.
+    own = httpx.AsyncClient(trust_env=False, verify=False, headers=shown, timeout=PATIENCE_S)
+    async with own as client:
+        url = f"http://{router.http}{path}"
+        return await (client.post(url, json=body) if body else client.get(url))
+
+
+def children(router: RouterProcess) -> set[int]:
+    return {child.pid for child in psutil.Process(router.process.pid).children()}
+
+
+@pytest.mark.deep
+async def test_requests_are_counted_and_remembered_whichever_process_ran_them(
+    world: World, tmp_path: Path
+) -> None:
+    world.add()
+    usage = tmp_path / "usage.jsonl"
+    async with router_process(world, "--processes=2", f"--usage-log={usage}") as router:
+        answers = [
+            await ask(router, "/v1/completions", model="", prompt=PROMPT, max_tokens=3)
+            for _ in range(24)
+        ]
+        assert {answer.status_code for answer in answers} == {200}
+        told = await router.metrics()
+        assert told[ENDED] == 24
+        assert told["baton_time_to_first_token_seconds_count"] == 24
+        assert told["baton_routers"] == 2
+        assert (await router.metrics())[ENDED] == 24
+        for answer in answers:
+            path = f"/requests/{answer.json()['id']}"
+            # Were it not for the other process, half of these would not be found.
+            for _ in range(3):
+                found = await ask(router, path)
+                assert (found.status_code, found.json()["state"]) == (200, "finished")
+            nothing = await ask(router, f"{path}?replay")
+            assert (nothing.status_code, nothing.json()["error"]["param"]) == (404, "replay")
+        assert (await ask(router, "/requests/nobody")).status_code == 404
+        text = (await ask(router, "/metrics")).text
+        gauges = set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))
+        assert gauges <= SUMMED | ALIKE, "sums of all processes, or alike in each?"
+    lines = [json.loads(line) for line in usage.read_text().splitlines()]
+    assert len(lines) == 24 and len({line["router"] for line in lines}) == 2
+
+
+@pytest.mark.deep
+async def test_a_process_that_is_killed_takes_its_streams_along_and_is_replaced(
+    world: World,
+) -> None:
+    world.add()
+    (decode,) = world.decodes
+    async with router_process(world, "--processes=2") as router:
+        whole = await asyncio.gather(*(Stream(router, seed).reading for seed in range(12)))
+        assert set(whole) == {grpc.StatusCode.OK}
+        # What was counted after the last scrape of a process is lost with it.
+        before = await router.metrics()
+        assert before[ENDED] == 12
+        streams = [Stream(router, seed) for seed in range(16)]
+        decode.stepping.clear()
+        await asyncio.gather(*(stream.begun.wait() for stream in streams))
+        first = children(router)
+        assert len(first) == 2
+        os.kill(min(first), signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(stream.reading.done() for stream in streams):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        decode.stepping.set()
+        codes = Counter(await asyncio.gather(*(stream.reading for stream in streams)))
+        assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+        whole_now = before[ENDED] + codes[grpc.StatusCode.OK]
+        await router.until(lambda told: told[ENDED] >= whole_now and len(children(router)) == 2)
+        assert children(router) != first
+        # Nothing falls, also once the new process is asked.
+        async with asyncio.timeout(PATIENCE_S):
+            while len(decode.hellos) < 3:  # noqa: ASYNC110 (a process)
+                await asyncio.sleep(0.01)
+        last = await router.metrics()
+        counted = {name for name in before if name.split("{")[0].endswith(("_total", "_count"))}
+        assert not [name for name in counted if last[name] < before[name]]
+        again = await asyncio.gather(*(Stream(router, seed).reading for seed in range(12)))
+        assert set(again) == {grpc.StatusCode.OK}
+        assert router.process.returncode is None
+
+
+@pytest.mark.deep
+async def test_a_tenants_quota_is_that_of_one_router(world: World, tmp_path: Path) -> None:
+    world.add()
+    kept = Kept(tmp_path / "keys.json")
+    limited = kept.new("acme", limits=TenantLimits(requests_per_minute=120))
+    staff = kept.new("staff", operator=True)
+    flags = ("--processes=2", f"--keys={kept.path}")
+    async with router_process(world, *flags, key=staff) as router:
+        began = time.monotonic()
+        body = {"model": "", "prompt": "a", "max_tokens": 1}
+        answers = [ask(router, "/v1/completions", limited, **body) for _ in range(60)]
+        codes = Counter([answer.status_code for answer in await asyncio.gather(*answers)])
+        refilled = 1 + 2 * 2 * (time.monotonic() - began)
+        assert set(codes) == {200, 429} and 20 <= codes[200] <= 20 + refilled
+
+
+@pytest.mark.deep
+async def test_it_drains_all_processes_and_leaves_none(world: World) -> None:
+    world.add()
+    (decode,) = world.decodes
+    async with router_process(world, "--processes=2") as router:
+        streams = [Stream(router, seed) for seed in range(8)]
+        decode.stepping.clear()
+        await asyncio.gather(*(stream.begun.wait() for stream in streams))
+        found = children(router)
+        router.signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            while (await ask(router, "/health")).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        decode.stepping.set()
+        codes = await asyncio.gather(*(stream.reading for stream in streams))
+        assert set(codes) == {grpc.StatusCode.OK}
+        async with asyncio.timeout(PATIENCE_S):
+            assert await router.process.wait() == 0
+    assert not [pid for pid in found if psutil.pid_exists(pid)]
+
+
+@pytest.mark.deep
+def test_processes_start_and_end_together() -> None:
+    with start("--processes=2", "--usage-log=/nowhere/usage.jsonl") as process:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, "usage_log: /nowhere" in said) == (2, True)
+    with start("--processes=2") as process:
+        assert process.stdout is not None
+        taken = json.loads(process.stdout.readline())["grpc"]
+        with start("--processes=2", f"--http-listen={taken}") as second:
+            _, said = second.communicate(timeout=PATIENCE_S)
+        found = psutil.Process(process.pid).children()
+        process.kill()
+        gone, _ = psutil.wait_procs(found, PATIENCE_S)
+        assert len(gone) == 2, "a process outlived the first one"
+    assert (second.returncode, "http_listen" in said, "in use" in said) == (2, True, True)
+
+
+def test_several_processes_are_refused_where_one_serves_all() -> None:
+    with pytest.raises(InvalidArgument, match="vllm_engine"):
+        RouterConfig(processes=2, vllm_engine=True)
+
+
+def families(requests: float, opened: float, workers: float) -> Families:
+    return [
+        ["baton_requests", "", "counter", [["baton_requests_total", {"outcome": "ok"}, requests]]],
+        ["baton_requests_open", "", "gauge", [["baton_requests_open", {}, opened]]],
+        ["baton_workers", "", "gauge", [["baton_workers", {"role": "decode"}, workers]]],
+    ]
+
+
+def values(merged: Families) -> list[float]:
+    return [sample.value for family in Written(merged).collect() for sample in family.samples]
+
+
+def test_merged_counts_never_fall() -> None:
+    merger = Merger()
+    merger.began(1)
+    merger.began(2)
+    assert values(merger.merge({1: families(5, 1, 3), 2: families(7, 2, 4)})) == [12, 3, 4]
+    # One that does not answer keeps its counts. Its gauges are unknown.
+    assert values(merger.merge({1: families(6, 0, 3)})) == [13, 0, 3]
+    merger.ended(2)
+    merger.began(3)
+    assert values(merger.merge({1: families(6, 0, 3), 2: families(9, 9, 9)})) == [13, 0, 3]
+    assert values(merger.merge({1: families(6, 0, 3), 3: families(2, 1, 3)})) == [15, 1, 3]
+    merger.ended(1)
+    merger.ended(3)
+    assert values(merger.merge({})) == [15]
