@@ -37,7 +37,7 @@ CHART_KEYRING ?=
 FIGURES = TRACE="$(TRACE)" CONVERSATION="$(CONVERSATION)" LLAMA="$(LLAMA)" $(BIN)/python scripts/figures.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-deep test-all fmt lint type check protos proto-lint chart-schema manifests package model figures bench bench-engine bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
+.PHONY: help install up down test test-deep test-all fmt lint type check protos proto-lint chart-schema manifests package compiled model figures bench bench-engine bench-compiled bench-kv bench-router bench-tokens bench-grammar bench-loadtest bench-simulator bench-reality bench-scaling bench-tracing tables test-chaos test-slow test-browser test-clients test-edge test-k8s test-k8s-slow images dev-lock image-locks base-locks sbom vendor audit chaos chaos-kv reliability clean
 
 help: ## List the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 14
@@ -95,6 +95,11 @@ test-k8s: install ## Tests on the cluster of KUBECONFIG; need kubectl, helm and 
 
 test-k8s-slow: install ## Tests on that cluster that take long: pools that grow and shrink under load (about 15 minutes)
 	@$(BIN)/python -m pytest -q -m 'k8s and slow' tests/k8s
+
+compiled: install ## Build build/wheel with compiled modules (gcc, Python's headers), and unpack it into build/compiled
+	@rm -rf build/wheel build/compiled
+	@HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m hatchling build -t wheel -d build/wheel
+	@$(BIN)/python -m zipfile -e build/wheel/*.whl build/compiled
 
 images: ## Build the images IMAGES="cpu engine-cpu" (engine-gpu too, if you name it) with docker or buildah
 	@set -e; for target in $(IMAGES); do \
@@ -178,6 +183,9 @@ bench: install ## Measure the relay against the same engine in one process
 
 bench-engine: install ## Measure the engine and its rivals (about 45 minutes; LLAMA=a folder with libllama)
 	@$(FIGURES) engine engine-500m cost batching stalls
+
+bench-compiled: compiled ## Measure what compiled modules gain (about a minute)
+	@$(FIGURES) compiled
 
 bench-kv: install ## Measure the KV hand-over and ranks (about 6 minutes)
 	@$(FIGURES) kv ranks

@@ -68,6 +68,7 @@ FIGURES = {
     "weights": Figure("bench weights"),
     "offline": Figure("bench offline"),
     "cost": Figure("bench cost", plot=True),
+    "compiled": Figure("bench compiled"),
     "batching": Figure("bench batching", plot=True),
     "stalls": Figure("bench stalls", plot=True),
     "kv": Figure("bench kv", plot=True),

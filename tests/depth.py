@@ -33,6 +33,7 @@ LONGEST = (
     "services/worker/test_ranks_leave_nothing.py",
     "engine/test_gpu_check.py",
     "e2e/test_states.py",
+    "deploy/test_compiled.py",
     "e2e/test_adapter_parity.py",
     "e2e/test_parity.py",
 )

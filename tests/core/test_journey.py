@@ -59,7 +59,7 @@ def tokens_of(
     attempt: Attempt, choice: int, start: int, count: int, max_tokens: int
 ) -> ChoiceTokens:
     """What a worker says of an attempt: `count` tokens from output position `start`."""
-    output = attempt.token_ids[attempt.num_prompt_tokens :]
+    output = tuple(attempt.token_ids[attempt.num_prompt_tokens :])
     while len(output) < start + count and END not in output and len(output) < max_tokens:
         output += (next_token(PROMPT + output, choice),)
     said = output[start : start + count]

@@ -169,7 +169,7 @@ def cached(loop: EngineLoop, one: Attempt) -> int:
 def parting(request_id: str, shared: int, seed: int) -> Attempt:
     """An input of 30 tokens that begins with so many of seed 0's."""
     one, other = attempt(size=30), attempt(request_id, size=30, seed=seed)
-    return replace(other, token_ids=one.token_ids[:shared] + other.token_ids[shared:])
+    return replace(other, token_ids=(*one.token_ids[:shared], *other.token_ids[shared:]))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -21,6 +21,8 @@ BENCHMARKS = {
     "offline": "a model in one process (`batonlm.LLM`) against `baton up` with its client, and "
     "transformers (3 minutes)",
     "cost": "what a step, a prompt, the scheduler and the blocks cost (4 minutes)",
+    "compiled": "the scheduler and the KV cache with compiled modules against the same sources "
+    "interpreted (a minute)",
     "batching": "continuous against static batching, one engine (3 minutes)",
     "stalls": "what arriving long prompts do to sequences that run (4 minutes)",
     "kv": "what a hand-over costs, and what of it is hidden (3 minutes)",

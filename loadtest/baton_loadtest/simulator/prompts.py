@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from hashlib import blake2b
 from struct import Struct
-from typing import cast, overload
+from typing import overload
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
@@ -168,7 +168,7 @@ def attempt_of(
         request_id=request_id,
         attempt=number,
         choices=(0,),
-        token_ids=cast(tuple[int, ...], Text(prompt, made)),
+        token_ids=Text(prompt, made),
         num_prompt_tokens=prompt.length,
         sampling=_GREEDY,
         stop=StopParams(max_tokens=output_tokens, ignore_eos=True),
@@ -206,7 +206,7 @@ class CountingScheduler(Scheduler):
     def make_group(
         self, attempt: Attempt, now: float, max_unconfirmed: int, grammar: CompiledGrammar | None
     ) -> SequenceGroup:
-        text: Many[int] = attempt.token_ids
+        text = attempt.token_ids
         if not isinstance(text, Text):
             raise InvalidArgument("The simulator takes prompts that are named.", field="token_ids")
         validate_sizes(attempt, self._max_positions)

@@ -178,7 +178,7 @@ class Job:
             include_stop_string=request.include_stop_string,
             skip_special_tokens=request.skip_special_tokens,
             kept_special_tokens=answers.markers if answers is not None else (),
-            prompt_tail_ids=own.token_ids[-PROMPT_TAIL:],
+            prompt_tail_ids=tuple(own.token_ids[-PROMPT_TAIL:]),
             min_tokens=request.min_tokens,
         )
         log = TokenLog(choice)
@@ -204,7 +204,7 @@ class Job:
             self.model_name,
             len(prompt),
             seed,
-            prompt if request.return_token_ids else (),
+            tuple(prompt) if request.return_token_ids else (),
             text,
             () if scores is None else tuple(scores.worded(prompt, vocabulary.middle)),
         )

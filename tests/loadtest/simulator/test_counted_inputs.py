@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_loadtest.simulator.prompts import TOKEN, NamedChain, Prompt, Text, attempt_of
-from baton_loadtest.simulator.workers import SkippingScheduler, made_up
+from baton_loadtest.simulator.skipping import SkippingScheduler
+from baton_loadtest.simulator.workers import made_up
 from batonlm.core.errors import BatonError, ContextLengthExceeded, InvalidArgument
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.kvcache.prefix import PrefixChain

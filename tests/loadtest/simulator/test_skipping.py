@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from baton_loadtest.simulator.prompts import TOKEN, Prompt, attempt_of
 from baton_loadtest.simulator.requests import Request, gap_quantile, merged
 from baton_loadtest.simulator.simulation import Outcome, Simulation
-from baton_loadtest.simulator.workers import SkippingScheduler, made_up
+from baton_loadtest.simulator.skipping import SkippingScheduler
+from baton_loadtest.simulator.workers import made_up
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.kvcache.cache_events import Change
 from batonlm.core.request.attempt import ChoiceTokens

@@ -77,7 +77,7 @@ async def test_a_sequence_that_moves_is_given() -> None:
         given, position = end.migrated_out[key]
         assert given == handover_id and position is not None
         output = tuple(end.tokens[key][: position - 1])
-        other = replace(one, attempt=1, token_ids=one.token_ids + output)
+        other = replace(one, attempt=1, token_ids=(*one.token_ids, *output))
         await end.start(other, handover_id, sender=world.decode.identity)
         await end.ended(other)
     span.end()

@@ -131,7 +131,7 @@ _TAKEN, _UNUSED, _KEPT = b"\x00", b"\x01", b"\x02"
 _RUNS = re.compile(_UNUSED + b"+")
 
 
-class InvariantBroken(RuntimeError):
+class InvariantBroken(Exception):
     """The pool's books do not agree with themselves: a fault of Baton, memory is not safe."""
 
 

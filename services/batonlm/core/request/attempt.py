@@ -128,7 +128,7 @@ class Attempt:
     choices: tuple[int, ...]
     """The choices to run. All of them start from the same input; choices with different accepted
     tokens run in separate attempts."""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     """The prompt, followed by all accepted output tokens."""
     num_prompt_tokens: int
     sampling: SamplingParams

@@ -127,7 +127,7 @@ class RequestState:
         lose without a second token in any of them. The first token may come from prefill; only the
         second shows that decode works."""
         self.request_id = first.request_id
-        self.prompt = first.token_ids
+        self.prompt = tuple(first.token_ids)
         self.stop = first.stop
         self.logs = tuple(TokenLog(choice) for choice in first.choices)
         if not first.stop.max_tokens:
