@@ -285,6 +285,17 @@ def test_another_tenants_flood_is_not_waited_for() -> None:
     enter(waiting(5000), ask(TENANTS["few"]), NOWHERE, 100.0, 0.0)
 
 
+def test_what_another_baton_runs_waits_for_nobody_here() -> None:
+    busy = waiting(1000)
+    assert refused(busy, ask()).limit is Limit.WAIT
+    grant = enter(busy, ask(elsewhere=True), NOWHERE, 100.0, 0.0)
+    grant.settle(50, 20, FleetState(kv_tokens=10), 100.0, 0.0)
+    assert (busy.tokens.total, busy.unplaced.total) == (70, 0)
+    grant.placed()
+    grant.release(90, 1.0, finished=True)
+    assert busy.requests.total == busy.tokens.total == len(busy.approach) == 0
+
+
 def test_who_cannot_begin_before_its_deadline_is_refused() -> None:
     assert refused(waiting(150), ask(), left_s=1.0).limit is Limit.DEADLINE
     slow = FleetState(first_token_s=5.0)

@@ -211,6 +211,8 @@ class Ask:
     it ends: only that worker counts them."""
     model: str = ""
     """The name that it asks for, which need not be a model's."""
+    elsewhere: bool = False
+    """Whether another Baton runs it: it waits for no worker of this one."""
 
     @property
     def least_charge(self) -> int:
@@ -292,6 +294,11 @@ class Admission:
         average counts."""
         return prompt + min(longest_output, round(choices * self._output))
 
+    @property
+    def usual_output(self) -> int:
+        """Tokens of a choice of which no limit is known."""
+        return round(self._output)
+
     def retry_after_s(self, base_s: float) -> float:
         """Returns base_s with added jitter, so that clients do not all retry at once; bounded."""
         return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, base_s) * (1 + self._jitter()))
@@ -304,7 +311,7 @@ class Admission:
         """The checks that are possible before the prompt is encoded."""
         self._check_requests(ask.tenant)
         self._check_tokens(ask.tenant, 1, ask.least_charge, outlook, now)
-        if not ask.choices:
+        if not ask.choices or ask.elsewhere:
             return
         cost = self.cost(ask.least_tokens, ask.longest_output, ask.choices)
         coming = self.approach.ahead(ask.tenant.name, ask.priority)
@@ -446,7 +453,7 @@ class AdmissionCharge:
         self._encoded = 0
         """Approximate tokens that a tokenizer has processed for the request."""
         self._approach = 0
-        if ask.choices:
+        if ask.choices and not ask.elsewhere:
             self._approach = admission.cost(ask.likely_tokens, ask.longest_output, ask.choices)
             admission.approach.add(ask.tenant.name, ask.priority, self._approach)
         self._unplaced = 0
@@ -489,11 +496,12 @@ class AdmissionCharge:
         self._charge(-charged, now)
         try:
             admission._check_tokens(ask.tenant, 0, prompt + longest_output, outlook, now)
-            self.cost = admission.cost(prompt, longest_output, ask.choices)
-            least_wait_s = admission._drain.least_wait_s
-            admission._check_wait(
-                ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0, (model,)
-            )
+            if not ask.elsewhere:
+                self.cost = admission.cost(prompt, longest_output, ask.choices)
+                least_wait_s = admission._drain.least_wait_s
+                admission._check_wait(
+                    ask, prompt, self.cost, outlook, remaining_s, least_wait_s, 0, (model,)
+                )
             charged = prompt + longest_output
             account = ask.tenant.of_adapter(adapter) if adapter else None
             if account is not None:
@@ -502,8 +510,9 @@ class AdmissionCharge:
                 self._of_adapter = account
         finally:
             self._charge(charged, now)
-        self._unplaced = prompt
-        admission.unplaced.take(ask.tenant.name, ask.tenant.weight, prompt)
+        if not ask.elsewhere:
+            self._unplaced = prompt
+            admission.unplaced.take(ask.tenant.name, ask.tenant.weight, prompt)
 
     def placed(self) -> None:
         """The first attempt has workers."""
@@ -537,11 +546,11 @@ class AdmissionCharge:
         accounts = [ask.tenant.name, *([self._of_adapter.name] if self._of_adapter else [])]
         for account in accounts:
             admission.budgets.release(account, 1, self._charged, unused, now)
-        if self._was_placed:
+        if self._was_placed and not ask.elsewhere:
             admission._queue.settle(ask.tenant.name, ask.priority, self.cost - used)
             if finished:
                 admission.ended(output, ask.choices)
-        elif not (finished or at_fault):
+        elif not (self._was_placed or finished or at_fault):
             for account in accounts:
                 admission.budgets.refund_request(account, now)
 

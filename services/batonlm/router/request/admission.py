@@ -201,12 +201,13 @@ class AdmissionController:
         holding: Holding | None = None,
         *,
         generates: bool = True,
+        elsewhere: bool = False,
     ) -> RequestContext:
         """Admits a request whose prompt is not encoded yet.
 
         holding: the room of its bytes, which the context takes over; None: it is reserved here.
-        generates: False when text is only encoded or decoded. Raises Refusal, or InvalidArgument
-        for a priority that the tenant may not use.
+        generates: False when text is only encoded or decoded. elsewhere: whether another Baton runs
+        it. Raises Refusal, or InvalidArgument for a priority that the tenant may not use.
         """
         now = self.dispatcher.now()
         least, most, input_bytes = prompt_bounds(request.prompt)
@@ -222,6 +223,7 @@ class AdmissionController:
             most_tokens=most,
             longest_output=choices * (request.max_tokens or 1),
             model=request.model,
+            elsewhere=elsewhere,
         )
         held = holding or self.receive(request.tenant, input_bytes)
         outlook = self._outlook(request.tenant, now)

@@ -500,7 +500,7 @@ class Pipeline:
         counted as any other one."""
         upstream, model, loop = cascade.upstream, cascade.model, asyncio.get_running_loop()
         assert upstream is not None
-        context = self._begin(request, arrival, holding)
+        context = self._begin(request, arrival, holding, elsewhere=True)
         context.alias = alias
         try:
             accepted, stream = await self._in_time(
@@ -511,7 +511,8 @@ class Pipeline:
             raise
         try:
             context.charge.encoded(accepted.prompt_tokens)
-            stop = StopParams(max_tokens=request.max_tokens or 1)
+            usual = context.controller.admission.usual_output
+            stop = StopParams(max_tokens=request.max_tokens or usual)
             context.controller.settle(context, accepted.prompt_tokens, stop, model)
         except BaseException as failure:
             self._end(context, failure)
@@ -607,7 +608,7 @@ class Pipeline:
             validate(request)
         deadline = asyncio.get_running_loop().time() + self._config.request_timeout_s
         stages, own = StageTimer(now()), holding and holding.none()
-        context = self._admit(request, stages, deadline, own, generates=False)
+        context = self._admit(request, stages, deadline, own, generates=False, elsewhere=False)
         try:
             return await self._in_time(context, work)
         except BaseException as failure:
@@ -668,6 +669,7 @@ class Pipeline:
         holding: Holding | None,
         *,
         generates: bool = True,
+        elsewhere: bool = False,
     ) -> RequestContext:
         """Validates and admits a request that came at `arrival`, and begins its record and its
         trace. Raises BatonError for one that is refused, which then holds nothing."""
@@ -677,7 +679,9 @@ class Pipeline:
             with self.reading(request.tenant):
                 validate(request)
             deadline = arrival + (request.deadline_s or self._config.request_timeout_s)
-            context = self._admit(request, stages, deadline, holding, generates=generates)
+            context = self._admit(
+                request, stages, deadline, holding, generates=generates, elsewhere=elsewhere
+            )
         except BaseException as refusal:
             stages.over(refusal)
             self._metrics.over(request, "", refusal, stages.times())
@@ -692,10 +696,13 @@ class Pipeline:
         deadline: float,
         holding: Holding | None,
         *,
-        generates: bool = True,
+        generates: bool,
+        elsewhere: bool,
     ) -> RequestContext:
         self._check_open()
-        context = self.gate.open(request, stages, deadline, holding, generates=generates)
+        context = self.gate.open(
+            request, stages, deadline, holding, generates=generates, elsewhere=elsewhere
+        )
         self._num_requests += 1
         self._idle.clear()
         return context
