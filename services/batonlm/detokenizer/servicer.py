@@ -223,16 +223,16 @@ def _delta(entry: TextNews) -> pb.TextDelta:
     if entry.news is None:
         assert entry.error is not None
         return pb.TextDelta(text_id=entry.text_id, error=error_to_proto(entry.error))
-    news = entry.news
-    delta = pb.TextDelta(
-        text_id=entry.text_id,
-        text=news.text,
-        num_tokens=news.num_tokens,
-        searched_tokens=news.searched_tokens,
-        end=news.end,
-        token_texts=entry.token_texts,
-        spelled_texts=entry.spelled_texts,
-    )
+    news, delta = entry.news, pb.TextDelta()
+    # Not as arguments, which take protobuf longer: there is one for each token.
+    delta.text_id, delta.text = entry.text_id, news.text
+    delta.num_tokens, delta.searched_tokens = news.num_tokens, news.searched_tokens
+    if news.end:
+        delta.end = True
+    if entry.token_texts:
+        delta.token_texts.extend(entry.token_texts)
+    if entry.spelled_texts:
+        delta.spelled_texts.extend(entry.spelled_texts)
     if news.stop is not None:
         delta.stop.stop_string = news.stop.stop_string
         delta.stop.position = news.stop.position

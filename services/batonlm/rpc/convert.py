@@ -255,16 +255,19 @@ def grammar_from_proto(message: pb.Grammar, field: str) -> Grammar:
 
 
 def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
-    return pb.ChoiceTokens(
-        request_id=tokens.key.request_id,
-        choice=tokens.key.choice,
-        attempt=tokens.key.attempt,
-        position=tokens.position,
-        token_ids=token_ids_to_bytes(tokens.token_ids),
-        logprobs=[_logprobs_to_proto(logprobs) for logprobs in tokens.logprobs],
-        finish_reason=finish_reason_to_proto(tokens.finish_reason),
-        stop_token_id=tokens.stop_token_id,
-    )
+    # There is one for each token that decode makes, and arguments take protobuf three times as long
+    # as assignments, those without a value too.
+    message = pb.ChoiceTokens()
+    message.request_id, message.choice, message.attempt = tokens.key
+    message.position = tokens.position
+    message.token_ids = token_ids_to_bytes(tokens.token_ids)
+    if tokens.logprobs:
+        message.logprobs.extend(map(_logprobs_to_proto, tokens.logprobs))
+    if tokens.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(tokens.finish_reason)
+    if tokens.stop_token_id is not None:
+        message.stop_token_id = tokens.stop_token_id
+    return message
 
 
 def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") -> ChoiceTokens:
