@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
@@ -86,14 +87,13 @@ BY_REQUEST = {
 """Images that are built by a lock that is not kept here (docs/gpu.md). Each is asked for the same
 as the one whose name its own begins with."""
 LOCKED = (*IMAGES, "build")
-"""What there is a lock of: the images, and what builds Baton's own wheel."""
+"""What there is a lock of: the images, and what builds and compiles Baton's own wheel."""
 PROCESS_1 = "dumb-init>=1.2.5"
 
 
-def asked_of(
-    project: dict[str, object], build: dict[str, object], torch: str
-) -> dict[str, list[str]]:
-    """What every lock has to satisfy, as pyproject.toml says it now."""
+def asked_of(document: dict[str, Any], torch: str) -> dict[str, list[str]]:
+    """What every lock has to satisfy. document: pyproject.toml as it is now."""
+    project, wheel = document["project"], document["tool"]["hatch"]["build"]["targets"]["wheel"]
     own = _strings(project["dependencies"])
     extras = project["optional-dependencies"]
     assert isinstance(extras, dict)
@@ -101,7 +101,8 @@ def asked_of(
     for name, image in IMAGES.items():
         lines = [*own, *(line for extra in image.extras for line in extras[extra]), PROCESS_1]
         asked[name] = sorted([*lines, f"torch=={torch}"] if image.torch else lines)
-    asked["build"] = sorted(_strings(build["requires"]))
+    build = document["build-system"]["requires"], wheel["hooks"]["custom"]["dependencies"]
+    asked["build"] = sorted(line for lines in build for line in _strings(lines))
     return asked
 
 
@@ -234,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("images", nargs="*", help="of which images (default: all)")
     args = parser.parse_args(argv)
     document = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    asked = asked_of(document["project"], document["build-system"], args.torch)
+    asked = asked_of(document, args.torch)
     if args.check:
         locks = {name: (LOCKS / f"{name}.txt").read_text() for name in asked}
         said = faults(asked, json.loads(ASKED.read_text()), locks)

@@ -121,10 +121,11 @@ def test_nothing_is_installed_at_a_version_that_floats() -> None:
 
 def test_the_compiler_is_complete_and_has_hashes() -> None:
     """Of every package that it needs, those of the base image too."""
-    ((stage, command),) = commands("debian.py")
-    assert stage == "compiler"
+    installs = commands("debian.py")
+    # Images other than the GPU's take files of `code`, and no layer.
+    assert [stage for stage, _ in installs] == ["code", "compiler"]
     assert [one.name for one in FILE.chain("engine-gpu")] == ["base", "compiler", "engine-gpu"]
-    assert f"/build/{lock_base.COMPILER.name}" in command
+    assert all(f"/build/{lock_base.COMPILER.name}" in command for _, command in installs)
     lines = lock_base.COMPILER.read_text().splitlines()
     places = [line for line in lines if line.startswith("from ")]
     assert any(re.search(r"snapshot.*/\d{8}T\d{6}Z/", place) for place in places), (
@@ -143,7 +144,7 @@ def test_the_compiler_is_complete_and_has_hashes() -> None:
 
 
 def test_locks_are_in_step_with_the_project() -> None:
-    asked = lock_images.asked_of(PROJECT["project"], PROJECT["build-system"], TORCH)
+    asked = lock_images.asked_of(PROJECT, TORCH)
     locks = {name: (DEPLOY / "locks" / f"{name}.txt").read_text() for name in asked}
     assert lock_images.faults(asked, json.loads(lock_images.ASKED.read_text()), locks) == []
 
@@ -158,14 +159,14 @@ def test_locks_are_in_step_with_the_project() -> None:
     ],
 )
 def test_a_lock_that_is_out_of_step_is_named(change: tuple[str, str], told: str) -> None:
-    asked = lock_images.asked_of(PROJECT["project"], PROJECT["build-system"], TORCH)
+    asked = lock_images.asked_of(PROJECT, TORCH)
     locks = {name: (DEPLOY / "locks" / f"{name}.txt").read_text() for name in asked}
     locks["cpu"] = re.sub(f"^{change[0]}", change[1], locks["cpu"], flags=re.MULTILINE)
     assert told in "\n".join(lock_images.faults(asked, asked, locks))
 
 
 def test_a_new_dependency_is_missed() -> None:
-    asked = lock_images.asked_of(PROJECT["project"], PROJECT["build-system"], TORCH)
+    asked = lock_images.asked_of(PROJECT, TORCH)
     locks = {name: (DEPLOY / "locks" / f"{name}.txt").read_text() for name in asked}
     was = {**asked, "cpu": asked["cpu"][1:]}
     assert lock_images.faults(asked, was, locks)[0].startswith("cpu: pyproject.toml asks")
