@@ -34,8 +34,6 @@ def test_one_input_from_queue_to_token_0() -> None:
     loop = prefill_loop(policy=replace(PREFILL, batch_window_s=0.5))
     one = attempt(size=10, n=3)
     loop.scheduler.add(one, 1.0, keep=False)
-    assert loop.step(1.2) == []
-    assert loop.scheduler.next_wake(1.2) == 1.5
     events = loop.step(2.0)
     assert events[:2] == [Planned(one.key, ((0, 3),)), Computed(one.key, 10, 0)]
     (first,) = firsts(events).values()
@@ -49,12 +47,27 @@ def test_one_input_from_queue_to_token_0() -> None:
     loop.idle_check()
 
 
+def test_an_input_waits_for_company_only_where_there_was_some_lately() -> None:
+    loop = prefill_loop(policy=replace(PREFILL, batch_window_s=0.5))
+    loop.scheduler.add(attempt("lone", size=10), 1.0, keep=False)
+    assert [key.request_id for key in firsts(loop.step(1.0))] == ["lone"]
+    loop.scheduler.add(attempt("next", size=10, seed=1), 5.9, keep=False)
+    assert loop.step(6.2) == []
+    assert loop.scheduler.next_wake(6.2) == 6.4
+    loop.scheduler.add(attempt("last", size=10, seed=2), 6.3, keep=False)
+    assert [key.request_id for key in firsts(loop.step(6.4))] == ["next", "last"]
+    loop.scheduler.add(attempt("later", size=10, seed=3), 11.4, keep=False)
+    assert len(firsts(loop.step(11.4))) == 1
+
+
 def test_a_full_step_does_not_wait_for_the_window() -> None:
     loop = prefill_loop(policy=replace(PREFILL, token_budget=16, batch_window_s=9.0))
-    loop.scheduler.add(attempt("a", size=10), 0.0, keep=False)
-    assert loop.step(0.0) == []
-    loop.scheduler.add(attempt("b", size=6, seed=1), 0.0, keep=False)
-    assert len(firsts(loop.step(0.0))) == 2
+    loop.scheduler.add(attempt("before", size=1), 0.0, keep=False)
+    loop.step(0.0)
+    loop.scheduler.add(attempt("a", size=10), 1.0, keep=False)
+    assert loop.step(1.0) == []
+    loop.scheduler.add(attempt("b", size=6, seed=1), 1.0, keep=False)
+    assert len(firsts(loop.step(1.0))) == 2
 
 
 def test_what_overflows_goes_on_in_the_next_step_chunk_by_chunk() -> None:
@@ -200,6 +213,8 @@ def test_an_input_starved_of_blocks_lets_no_other_start() -> None:
 
 def test_expired_work_is_dropped_before_it_costs_a_step() -> None:
     loop = prefill_loop(policy=replace(PREFILL, batch_window_s=5.0))
+    loop.scheduler.add(attempt("before"), 0.0, keep=False)
+    loop.step(0.0)
     one = attempt(remaining_s=2.0, n=2)
     loop.scheduler.add(one, 1.0, keep=True)
     assert loop.scheduler.next_wake(1.0) == 3.0

@@ -42,7 +42,6 @@ def test_one_request_alone_apart() -> None:
     facts = fleet(1, 1)
     outcome = simulate(facts, [Request(1.0, 1000, 3)])
     (record,) = outcome.records
-    window_s = facts.prefill.batch_window_s
     assert (record.prefill, record.decode, record.moved_tokens) == (0, 0, 1000)
     # The first chunk ends where a block ends; 1000 tokens fill a step, so it waits for no company.
     computed = 1.0 + HOP_S + _prefill_s(1000, 2)
@@ -53,7 +52,7 @@ def test_one_request_alone_apart() -> None:
     assert record.ended == pytest.approx(ended)
     short = simulate(facts, [Request(1.0, 100, 1)]).records[0]
     assert short.decode is None
-    assert short.first_token == pytest.approx(1.0 + 2 * HOP_S + window_s + _prefill_s(100, 1))
+    assert short.first_token == pytest.approx(1.0 + 2 * HOP_S + _prefill_s(100, 1))
 
 
 def test_a_prefix_is_computed_once() -> None:

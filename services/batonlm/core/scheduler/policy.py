@@ -96,7 +96,8 @@ class SchedulerPolicy:
     """Positions that a tenant is served before it is another one's turn, times its weight; 0:
     tenants do not take turns."""
     batch_window_s: float = 0.0
-    """How long an input waits for others to fill a step with, when nothing is being computed."""
+    """How long an input waits for others to fill a step with, when nothing is being computed and
+    another one came lately."""
     starving_after_s: float = 0.0
     """A group that found no room for so long lets none behind it start."""
 

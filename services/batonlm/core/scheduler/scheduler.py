@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
+from math import inf
 from typing import NamedTuple
 
 from batonlm.core.errors import (
@@ -78,6 +79,10 @@ from batonlm.core.scheduler.sequence import (
 )
 from batonlm.core.scheduler.sequence_table import Load, SequenceTable
 from batonlm.core.scheduler.step_cost import PrefillCost, StepCost
+
+COMPANY = 10
+"""An input waits for others only when one came within so many batch windows before it. So a lone
+one is computed at once, and of those that come after a pause, the first."""
 
 
 class _InputChunk(NamedTuple):
@@ -153,6 +158,8 @@ class Scheduler:
         self._events: list[Event] = []
         self._step = 0
         self._next_id = 0
+        self._came = -inf
+        """When an input was queued last: a clock reading, in seconds."""
 
     @property
     def has_work(self) -> bool:
@@ -204,6 +211,10 @@ class Scheduler:
         group = self._open(attempt, now, max_unconfirmed, grammar)
         group.keep, group.receiver = keep, receiver if keep else ""
         self._policy.limit.check(self.load, attempt)
+        window = self._policy.batch_window_s
+        if now < self._came + COMPANY * window:
+            group.due = now + window
+        self._came = now
         self.sequences.enqueue(group)
 
     def reserve(
@@ -416,10 +427,9 @@ class Scheduler:
 
     def next_wake(self, now: float) -> float | None:
         """When `plan` may find more than it did just now though nothing was called; or None."""
-        window = self._policy.batch_window_s
         times = [self._reservation.until]
         for group in self.sequences.waiting:
-            times += (group.arrived + window, group.deadline)
+            times += (group.due, group.deadline)
         return min((time for time in times if time is not None and time > now), default=None)
 
     def check(self) -> None:
@@ -479,7 +489,7 @@ class Scheduler:
         window, waiting = self._policy.batch_window_s, self.sequences.waiting
         if not window or self.sequences.prefilling or self.sequences.running:
             return True
-        if any(now >= group.arrived + window for group in waiting):
+        if any(now >= group.due for group in waiting):
             return True
         return waiting.num_tokens >= self._policy.token_budget
 

@@ -442,6 +442,8 @@ class SequenceGroup:
         self.chain = chain
         self.arrived = now
         """A clock reading, in seconds."""
+        self.due = now
+        """From when on a step is worth running for it: a clock reading, in seconds."""
         self.started: float | None = None
         """When it got its blocks: a clock reading, in seconds."""
         remaining_s = None if resumed else attempt.remaining_s
