@@ -29,6 +29,7 @@ OF_NO_REQUEST = {
     "engine/runner.py": "the model, while it loads",
     "engine/kv/swap.py": "blocks of many, below what knows sequences",
     "router/request/cascade.py": "a cascade whose large model is out of reach",
+    "router/processes.py": "the processes of a router",
     "router/workers/adapters.py": "an adapter, on all workers",
     "transfer/sender.py": "two workers that meet",
     "transfer/peers.py": "two workers that meet",
