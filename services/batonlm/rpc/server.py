@@ -488,7 +488,8 @@ class ProcessServer:
             self._arguments = public_server(self._limits)
         self._shared = shared
         if shared:
-            self._arguments = (("grpc.so_reuseport", 1), *self._arguments[1:])
+            others = (one for one in self._arguments if one[0] != "grpc.so_reuseport")
+            self._arguments = (("grpc.so_reuseport", 1), *others)
         self._certificates = certificates
         self._token = token
         self._interceptors = tuple(interceptors)
