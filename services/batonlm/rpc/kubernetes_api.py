@@ -84,7 +84,7 @@ class PodApi:
         """Raises ValueError for an account without a usable CA or namespace."""
         self._host, self._port, self._account = host, port, account
         try:
-            self._context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+            self._trust()
             self.namespace = (account / "namespace").read_text().strip()
         except OSError as error:
             raise ValueError(f"no usable service account: {type(error).__name__}") from None
@@ -97,12 +97,15 @@ class PodApi:
         timeout_s: tuple[float, float],
         body: Mapping[str, Any] | None = None,
     ) -> Answer:
+        # The kubelet renews both, so they are read each time.
+        try:
+            context, token = self._trust(), (self._account / "token").read_text().strip()
+        except OSError as error:
+            raise NoAnswer(type(error).__name__) from error
         connection = http.client.HTTPSConnection(
-            self._host, self._port, timeout=timeout_s[0], context=self._context
+            self._host, self._port, timeout=timeout_s[0], context=context
         )
         try:
-            # The kubelet renews the token, so it is read each time.
-            token = (self._account / "token").read_text().strip()
             headers = {
                 "Accept": "application/json",
                 "Authorization": f"Bearer {token}",
@@ -120,6 +123,10 @@ class PodApi:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise NoAnswer(type(error).__name__) from error
+
+    def _trust(self) -> ssl.SSLContext:
+        """Returns a context that trusts the CA of the account now. Raises OSError."""
+        return ssl.create_default_context(cafile=str(self._account / "ca.crt"))
 
 
 class _PodAnswer:

@@ -295,7 +295,7 @@ def test_kubernetes_without_a_way_to_it(tmp_path: Path) -> None:
 async def test_kubernetes_from_a_pod_takes_no_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the service account's files over TLS; a renewed token counts, and a wrong CA does not."""
+    """By the service account's files over TLS; a renewed token or CA counts, a wrong CA not."""
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     monkeypatch.setattr("batonlm.rpc.kubernetes_api.ACCOUNT", tmp_path)
     files = Authority(tmp_path).host("api", "127.0.0.1")
@@ -322,8 +322,14 @@ async def test_kubernetes_from_a_pod_takes_no_client(
         other = tmp_path / "other"
         strange = Authority(other).host("api", "127.0.0.1")
         (tmp_path / "ca.crt").write_bytes(strange.ca.read_bytes())
+        pod = open_api()
         with pytest.raises(NoAnswer, match="SSLCertVerificationError"):
-            open_api().request("GET", "/version", {}, (60.0, 60.0))
+            pod.request("GET", "/version", {}, (60.0, 60.0))
+        (tmp_path / "ca.crt").unlink()
+        with pytest.raises(NoAnswer, match="FileNotFoundError"):
+            pod.request("GET", "/version", {}, (60.0, 60.0))
+        (tmp_path / "ca.crt").write_bytes(files.ca.read_bytes())
+        pod.request("GET", "/version", {}, (60.0, 60.0)).close()
 
 
 def test_kubernetes_without_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
