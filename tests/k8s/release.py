@@ -131,6 +131,14 @@ class Release:
             f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component={component}"
         )
 
+    def check_never_restarted(self, component: str) -> None:
+        for pod in self.pods(component):
+            name = pod["metadata"]["name"]
+            for status in pod["status"]["containerStatuses"]:
+                if status["restartCount"]:  # how it ended is lost with its pod
+                    log = self.cluster.kubectl("logs", "--previous", name, "-c", status["name"])
+                    raise AssertionError(f"{name} ended: {status['lastState']}\n{log}")
+
     def pod_names(self, component: str) -> list[str]:
         return [pod["metadata"]["name"] for pod in self.pods(component)]
 

@@ -140,5 +140,4 @@ async def test_a_key_that_the_secret_gets_opens_without_a_restart(secured: Secur
         except BatonError:
             assert time.monotonic() < until, f"the key opened nothing for {SECRETS_S:.0f} s"
             await asyncio.sleep(2)
-    for pod in secured.release.pods("router"):
-        assert pod["status"]["containerStatuses"][0]["restartCount"] == 0
+    secured.release.check_never_restarted("router")
