@@ -14,7 +14,7 @@ import pytest
 
 from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
 from batonlm.registry.cache import fetched, whole
-from batonlm.registry.digest import MANIFEST, fetched_digest, model_digest
+from batonlm.registry.digest import MANIFEST, Contents, fetched_digest, model_digest
 from batonlm.registry.sources import File, FolderSource, HubSource, source_of
 from tests.cli.hub import MODEL, Hub
 
@@ -162,7 +162,7 @@ def test_nothing_is_begun_that_does_not_fit(tmp_path: Path) -> None:
         def files(self, *, weights: bool) -> list[File]:
             return [File("model.safetensors", 1 << 60)]
 
-        def copy(self, file: File, into: Path) -> str:
+        def copy(self, file: File, into: Path) -> Contents:
             raise AssertionError("begun")
 
     with pytest.raises(Overloaded, match="GB are free there"):
@@ -173,7 +173,7 @@ def test_two_at_once_fetch_once(folder: Path, tmp_path: Path) -> None:
     copying, go_on, copied = threading.Event(), threading.Event(), []
 
     class Slow(FolderSource):
-        def copy(self, file: File, into: Path) -> str:
+        def copy(self, file: File, into: Path) -> Contents:
             copying.set()
             assert go_on.wait(20)
             copied.append(file.name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from pathlib import Path
 
 import pytest
 
 from batonlm.registry import digest
-from batonlm.registry.digest import model_digest
+from batonlm.registry.digest import Contents, contents_digest, contents_of, model_digest
 
 PIECE = 1000
 
@@ -31,6 +32,20 @@ def of(folder: Path, readers: int = 3) -> str:
 
 def test_it_is_the_same_whoever_reads(folder: Path) -> None:
     assert len({of(folder, readers) for readers in (1, 2, 8, 32)}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 299, PIECE, PIECE + 1, 100 * PIECE])
+def test_it_is_known_when_the_last_byte_has_come(folder: Path, size: int) -> None:
+    came: dict[str, Contents] = {}
+    for path in folder.iterdir():
+        data, own = path.read_bytes(), Contents()
+        for at in range(0, len(data), size):
+            own.update(memoryview(data)[at : at + size])
+        read = contents_of(path)
+        assert own.sha256 == read.sha256 == hashlib.sha256(data).hexdigest()
+        assert (own.size, own.pieces) == (read.size, read.pieces)
+        came[path.name] = own
+    assert contents_digest(came.pop("config.json"), came) == of(folder)
 
 
 @pytest.mark.parametrize("place", [("a", 0), ("a", 7 * PIECE), ("b", 2 * PIECE), ("c", 4)])

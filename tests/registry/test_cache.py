@@ -15,6 +15,7 @@ import pytest
 from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
 from batonlm.registry import cache as caching
 from batonlm.registry.cache import KEPT_S, fetched, in_use, opened, whole
+from batonlm.registry.digest import Contents
 from batonlm.registry.sources import File, FolderSource
 
 SIZE = 10_000
@@ -128,7 +129,7 @@ def test_what_was_not_fetched_there_is_not_removed(tmp_path: Path) -> None:
 class Slow(FolderSource):
     """Takes so long to copy that its first use is long ago."""
 
-    def copy(self, file: File, into: Path) -> str:
+    def copy(self, file: File, into: Path) -> Contents:
         age(into.parent / self.name, 2 * KEPT_S)
         return super().copy(file, into)
 
@@ -145,7 +146,7 @@ def test_what_took_long_to_fetch_was_just_used(tmp_path: Path) -> None:
 class Counted(FolderSource):
     """While it is copied, another process begins to count what is in the cache."""
 
-    def copy(self, file: File, into: Path) -> str:
+    def copy(self, file: File, into: Path) -> Contents:
         self.counting = (into.parent / ".room.lock").open("w")
         fcntl.flock(self.counting, fcntl.LOCK_EX)
         return super().copy(file, into)

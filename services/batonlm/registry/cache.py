@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from batonlm.core.errors import InvalidArgument, Overloaded, Unavailable
-from batonlm.registry.digest import MANIFEST, model_digest
+from batonlm.registry.digest import MANIFEST, Contents, contents_digest
 from batonlm.registry.sources import WEIGHTS, File, FolderSource, ModelSource, is_wanted, sha256_of
 
 COPIES = 4
@@ -290,15 +291,22 @@ def _known(folder: Path) -> dict[str, tuple[File, int]]:
         return {}
 
 
-def _write_manifest(folder: Path, files: list[File]) -> None:
+def _write_manifest(folder: Path, copied: list[tuple[File, Contents]]) -> None:
     """Writes which files are in the folder, and the model's digest, with which workers compare the
     weights that they load."""
     entries = [
-        {"file": asdict(file), "checked_ns": (folder / file.name).stat().st_mtime_ns}
-        for file in files
+        {
+            "file": asdict(replace(file, sha256=contents.sha256)),
+            "checked_ns": (folder / file.name).stat().st_mtime_ns,
+        }
+        for file, contents in copied
     ]
-    config, weights = folder / "config.json", sorted(folder.glob(WEIGHTS))
-    digest = model_digest(config, weights) if weights and config.is_file() else ""
+    found = {file.name: contents for file, contents in copied}
+    weights = {
+        name: each for name, each in found.items() if fnmatch(name, WEIGHTS) and "/" not in name
+    }
+    config = found.get("config.json")
+    digest = contents_digest(config, weights) if weights and config else ""
     text = json.dumps({"files": entries, "digest": digest}, indent=2) + "\n"
     with (folder / MANIFEST).open("w") as file:
         file.write(text)
@@ -316,20 +324,22 @@ def _check_room(partial: Path, files: list[File]) -> None:
         )
 
 
-def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> list[File]:
-    """Copies the files. Returns them with their digests."""
+def _copy(
+    source: ModelSource, files: list[File], partial: Path, say: Say
+) -> list[tuple[File, Contents]]:
+    """Copies the files. Returns them with what is in them."""
     total = sum(file.size for file in files)
     began, at_first, logged_at = time.monotonic(), _size(partial), time.monotonic()
     pool = ThreadPoolExecutor(COPIES, "fetch")
     # Largest first, so that no large file remains alone at the end.
     ordered = sorted(files, key=lambda file: -file.size)
-    running = [pool.submit(_one, source, file, partial) for file in ordered]
+    running = [pool.submit(source.copy, file, partial) for file in ordered]
     copied = []
     try:
-        for future in running:
+        for file, future in zip(ordered, running, strict=True):
             while True:
                 try:
-                    copied.append(future.result(LOOK_EVERY_S))
+                    copied.append((file, future.result(LOOK_EVERY_S)))
                     break
                 except TimeoutError:
                     if future.done():
@@ -342,10 +352,6 @@ def _copy(source: ModelSource, files: list[File], partial: Path, say: Say) -> li
     finally:
         pool.shutdown(cancel_futures=True)
     return copied
-
-
-def _one(source: ModelSource, file: File, partial: Path) -> File:
-    return replace(file, sha256=source.copy(file, partial))
 
 
 @contextmanager

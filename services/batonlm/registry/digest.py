@@ -5,13 +5,16 @@ network idle. What was read is in the page cache then, and loading reads it from
 hashed with xxh3, which is faster than they come, where BLAKE2b was what a start waited for: this
 tells weights apart that differ by mistake, and whoever can choose a worker's weights needs no
 collision. The digest is of the pieces' digests; one that is made otherwise is another one.
+
+What is fetched is read once: its `Contents` are known when its last byte has come.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -49,22 +52,86 @@ def model_digest(
     worker fits no other, and two that differ should be able to say in what.
     read: called on this thread with how many bytes were read since, for a progress bar.
     """
-    digest = blake2b(_FORM, digest_size=16)
     with ExitStack() as ends:
         pool = ends.enter_context(ThreadPoolExecutor(readers, "weights"))
         pieces: list[Callable[[], tuple[bytes, int]]] = []
+        sizes = []
         for path in (config, *sorted(weights)):
             file = ends.enter_context(path.open("rb", buffering=0))
             size = os.fstat(file.fileno()).st_size
-            digest.update(f"{path.name} {size}\n".encode())
+            sizes.append((path.name, size))
             pieces += [
                 partial(_piece, file.fileno(), start, min(PIECE_BYTES, size - start))
                 for start in range(0, size, PIECE_BYTES)
             ]
-        for found, count in in_order(pool, pieces, 2 * readers):
-            digest.update(found)
-            read(count)
-    return digest.hexdigest() + ("" if quantize == "none" else f"-{quantize}")
+
+        def digests() -> Iterator[bytes]:
+            for found, count in in_order(pool, pieces, 2 * readers):
+                read(count)
+                yield found
+
+        whole = _combined(sizes, digests())
+    return whole + ("" if quantize == "none" else f"-{quantize}")
+
+
+def _combined(sizes: Iterable[tuple[str, int]], pieces: Iterable[bytes]) -> str:
+    """sizes: each file's name and size, config.json first and weights by name; pieces: digests of
+    all pieces in the same order."""
+    digest = blake2b(_FORM, digest_size=16)
+    for name, size in sizes:
+        digest.update(f"{name} {size}\n".encode())
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+class Contents:
+    """What a file's bytes are compared by, computed as they come, in order."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._sha256 = hashlib.sha256()
+        self._pieces: list[xxh3_128] = []
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._sha256.update(data)
+        rest = memoryview(data)
+        while rest:
+            within = self.size % PIECE_BYTES
+            if not within:
+                self._pieces.append(xxh3_128())
+            part = rest[: PIECE_BYTES - within]
+            self._pieces[-1].update(part)
+            self.size += len(part)
+            rest = rest[len(part) :]
+
+    @property
+    def sha256(self) -> str:
+        """In hex."""
+        return self._sha256.hexdigest()
+
+    @property
+    def pieces(self) -> bytes:
+        """The xxh3-128 of each piece, one behind the other."""
+        return b"".join(piece.digest() for piece in self._pieces)
+
+
+def contents_of(path: Path) -> Contents:
+    """Raises OSError."""
+    found = Contents()
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(_READ_BYTES):
+            found.update(data)
+    return found
+
+
+def contents_digest(config: Contents, weights: Mapping[str, Contents]) -> str:
+    """`model_digest` of files that were read already. weights: by name."""
+    files = [("config.json", config), *sorted(weights.items())]
+    return _combined(
+        [(name, contents.size) for name, contents in files],
+        [contents.pieces for _, contents in files],
+    )
 
 
 def adapter_digest(files: Mapping[str, bytes]) -> str:

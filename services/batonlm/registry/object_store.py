@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
-from batonlm.registry.digest import MANIFEST, in_order
+from batonlm.registry.digest import MANIFEST, Contents, in_order
 from batonlm.registry.sources import PATH_DIGITS, File, FolderSource, is_wanted, sha256_of
 
 _URL = re.compile(
@@ -73,29 +73,29 @@ class ObjectSource:
             file.name not in known or known[file.name].sha256 != file.sha256 for file in files
         )
 
-    def copy(self, file: File, into: Path) -> str:
+    def copy(self, file: File, into: Path) -> Contents:
         target = into / file.name
-        digest = hashlib.sha256()
+        contents = Contents()
         try:
             target.parent.mkdir(exist_ok=True)
             with target.open("a+b") as copied:
                 copied.seek(0)
                 while piece := copied.read(PIECE_BYTES):
-                    digest.update(piece)
-                for came in self._pieces(file, copied.tell()):
+                    contents.update(piece)
+                for came in self._pieces(file, contents.size):
                     copied.write(came)
-                    digest.update(came)
+                    contents.update(came)
                 copied.flush()
                 os.fsync(copied.fileno())
         except OSError as error:
             raise Unavailable(f"{file.name} cannot be copied: {error.strerror}") from error
-        if target.stat().st_size != file.size or digest.hexdigest() != file.sha256:
+        if contents.size != file.size or contents.sha256 != file.sha256:
             target.unlink()
             raise Unavailable(
                 f"{file.name} of {self._url} is not the one that its manifest names; what was "
                 "fetched is thrown away"
             )
-        return file.sha256
+        return contents
 
     def push(self, folder: Path, say: Callable[[str], None]) -> None:
         """Uploads a folder's files, and then the manifest. Again for the same files changes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.registry.digest import Contents, contents_of
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -49,8 +50,8 @@ class ModelSource(Protocol):
     def files(self, *, weights: bool) -> list[File]:
         """Returns the files that a server of the model reads. Raises BatonError."""
 
-    def copy(self, file: File, into: Path) -> str:
-        """Copies a whole file and returns its SHA-256 in hex. Raises BatonError."""
+    def copy(self, file: File, into: Path) -> Contents:
+        """Copies a whole file, which is what its source says. Raises BatonError."""
 
     def differs(self, known: Mapping[str, File], *, weights: bool) -> bool:
         """Returns whether a file differs from the known one of its name, or is not known, as far as
@@ -118,7 +119,7 @@ class FolderSource:
             return False
         return sha256_of(self._folder / file.name) != before.sha256
 
-    def copy(self, file: File, into: Path) -> str:
+    def copy(self, file: File, into: Path) -> Contents:
         target, origin = into / file.name, self._folder / file.name
         try:
             target.parent.mkdir(exist_ok=True)
@@ -130,11 +131,11 @@ class FolderSource:
                 os.fsync(copied.fileno())
         except OSError as error:
             raise Unavailable(f"{file.name} cannot be copied: {error.strerror}") from error
-        digest = sha256_of(target)
-        if digest != sha256_of(origin):
+        contents = contents_of(target)
+        if contents.sha256 != sha256_of(origin):
             target.unlink()
             raise Unavailable(f"{file.name} is another file now; what was copied is thrown away")
-        return digest
+        return contents
 
 
 class HubSource:
@@ -178,7 +179,7 @@ class HubSource:
         """Always False: only the hub could tell, and it is not asked about existing files."""
         return False
 
-    def copy(self, file: File, into: Path) -> str:
+    def copy(self, file: File, into: Path) -> Contents:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError
 
@@ -191,15 +192,15 @@ class HubSource:
                 raise Unavailable(f"the disk is full: {file.name} is not whole") from error
             raise Unavailable(f"{file.name} could not be had from the hub; try again") from error
         path = into / file.name
-        digest = sha256_of(path)
+        contents = contents_of(path)
         if (
-            path.stat().st_size != file.size
-            or (file.sha256 and file.sha256 != digest)
+            contents.size != file.size
+            or (file.sha256 and file.sha256 != contents.sha256)
             or (file.git_id and file.git_id != _git_id(path))
         ):
             path.unlink()
             raise Unavailable(f"{file.name} came damaged and is thrown away; try again")
-        return digest
+        return contents
 
 
 def sha256_of(path: Path) -> str:
