@@ -37,8 +37,10 @@ from batonlm.router.api.grpc.inference import (
 from batonlm.router.request import upstream
 from batonlm.router.request.upstream import can_forward, message_of
 from batonlm.rpc.server import ProcessServer
+from batonlm.rpc.tls import Certificates
 from batonlm.v1 import inference_pb2 as pb
-from tests.services.router.conftest import PATIENCE_S, World, until
+from tests.rpc.authority import Authority
+from tests.services.router.conftest import PATIENCE_S, World, read, until
 from tests.services.router.test_cascade import (
     CONFIG,
     SURE,
@@ -62,7 +64,10 @@ LOGPROB = Policy(PolicyKind.LOGPROB, 0.9, tokens=4)
 
 @asynccontextmanager
 async def served(
-    world: World, listen: str = "127.0.0.1:0", keys: Path | None = None
+    world: World,
+    listen: str = "127.0.0.1:0",
+    keys: Path | None = None,
+    certificates: Certificates | None = None,
 ) -> AsyncIterator[str]:
     """The world's router over gRPC. Yields its address."""
     authenticator = (
@@ -72,6 +77,7 @@ async def served(
         listen=listen,
         services=[InferenceServicer(world.pipeline, stall_timeout_s=5).service()],
         public=True,
+        certificates=certificates,
         interceptors=[KeyInterceptor(authenticator)],
     )
     address = await server.start()
@@ -276,6 +282,57 @@ async def test_a_key_comes_from_a_file(
         check(await world.ask(ask(UNSURE)), UNSURE, "large")
         key.unlink()
         check(await world.ask(ask(UNSURE)), UNSURE, "small")
+
+
+@asynccontextmanager
+async def running(world: World, cluster: World) -> AsyncIterator[None]:
+    """One answer of the cluster is on its way, and another one has not begun yet."""
+    (worker,) = cluster.decodes
+    worker.step_s = 0.02
+    stream = await world.pipeline.open(ask(UNSURE))
+    worker.stepping.clear()
+    waiting = asyncio.create_task(world.ask(ask(UNSURE)))
+    await until(lambda: len(worker.holds()) == 2)
+    yield
+    worker.stepping.set()
+    check(await read(stream), UNSURE, "large")
+    check(await waiting, UNSURE, "large")
+
+
+async def test_a_ca_that_its_file_gets_counts_and_answers_go_on(
+    world: World, cluster: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "KEY_S", 0.0)
+    files = Authority(tmp_path).host("its", "127.0.0.1")
+    strange = Authority(tmp_path / "strange").host("its", "127.0.0.1").ca.read_bytes()
+    its, ca = files.ca.read_bytes(), tmp_path / "ca.pem"
+    certificates = Certificates(str(files.cert), str(files.key))
+    async with served(cluster, certificates=certificates) as address:
+        ca.write_bytes(strange)
+        await laptop(world, address, ca_file=str(ca))
+        check(await world.ask(ask(UNSURE)), UNSURE, "small")
+        ca.write_bytes(its)
+        async with running(world, cluster):
+            ca.write_bytes(strange)
+            check(await world.ask(ask(UNSURE)), UNSURE, "small")
+    await until(world.nothing_left)
+    await until(cluster.nothing_left)
+
+
+async def test_answers_go_on_of_an_upstream_that_makes_room_for_others(
+    world: World, cluster: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "MAX_UPSTREAMS", 1)
+    monkeypatch.setattr(upstream, "KEY_S", 0.0)
+    async with served(cluster) as address:
+        await laptop(world, address)
+        async with running(world, cluster):
+            for other in ("127.0.0.1:1", "127.0.0.1:2"):
+                cascade = Cascade("large", LOGPROB, Upstream(other))
+                world.aliases["auto"] = Alias((("small", 1),), cascade=cascade)
+                check(await world.ask(ask(UNSURE)), UNSURE, "small")
+    await until(world.nothing_left)
+    await until(cluster.nothing_left)
 
 
 async def test_a_key_that_is_refused_is_not_its_clients(

@@ -45,7 +45,7 @@ Connectivity = grpc.ChannelConnectivity
 BEGIN_S = 30.0
 """Within so many seconds an upstream has to begin its answer."""
 KEY_S = 10.0
-"""A file of a key is read again when it was read so long ago."""
+"""Files of a key and a CA are read again when they were read so long ago."""
 MAX_UPSTREAMS = 64
 
 
@@ -208,13 +208,19 @@ class UpstreamStream:
 
 @dataclass(slots=True)
 class _Peer:
-    """One upstream."""
+    """One upstream, as long as its CA stays the same."""
 
+    ca: bytes
     channel: grpc.aio.Channel
     stub: Any
+    num_users: int = 0
+    """Requests that ask it now, and calls that run. Closing the channel would cancel them."""
     breaker: Breaker = field(default_factory=Breaker)
     key: str = ""
     key_read_at: float = float("-inf")
+
+    def leave(self) -> None:
+        self.num_users -= 1
 
 
 class Upstreams:
@@ -222,6 +228,8 @@ class Upstreams:
 
     def __init__(self) -> None:
         self._peers: OrderedDict[Upstream, _Peer] = OrderedDict()
+        self._former: list[_Peer] = []
+        """Those that get no more requests."""
 
     async def open(
         self, upstream: Upstream, model: str, request: Request, deadline: float
@@ -234,6 +242,7 @@ class Upstreams:
         if peer.breaker.refuses(loop.time()):
             raise Unavailable("The upstream does not answer.", retry_after_s=1.0)
         probes = peer.breaker.placed()
+        peer.num_users += 1
         try:
             found = await self._ask(peer, model, request, deadline)
         except BatonError as error:
@@ -244,11 +253,12 @@ class Upstreams:
             peer.breaker.success(loop.time())
             return found
         finally:
+            peer.leave()
             if probes:
                 peer.breaker.left()
 
     async def close(self) -> None:
-        for peer in self._peers.values():
+        for peer in (*self._peers.values(), *self._former):
             await peer.channel.close()
 
     async def _ask(
@@ -264,6 +274,8 @@ class Upstreams:
         method = peer.stub.Chat if isinstance(message, pb.ChatRequest) else peer.stub.Generate
         left_s = deadline - loop.time()
         call = method(message, timeout=left_s, metadata=api_key_metadata(peer.key))
+        peer.num_users += 1
+        call.add_done_callback(lambda _: peer.leave())
         stream = UpstreamStream(call, request)
         try:
             async with asyncio.timeout(min(BEGIN_S, left_s)):
@@ -289,15 +301,21 @@ class Upstreams:
             check_api_key(key, host, tls=bool(upstream.ca_file))
         except (OSError, UnicodeDecodeError, InvalidArgument):
             raise Unavailable("The upstream's key or CA cannot be used.") from None
+        unused = [former for former in self._former if not former.num_users]
+        self._former = [former for former in self._former if former.num_users]
+        for former in unused:
+            await former.channel.close()
         peer = self._peers.get(upstream)
+        if peer is not None and peer.ca != ca:
+            self._former.append(self._peers.pop(upstream))
+            peer = None
         if peer is None:
             channel = open_client_channel(upstream.address, ca or None)
             stub: Any = inference_pb2_grpc.InferenceStub(channel)
-            peer = self._peers[upstream] = _Peer(channel, stub)
+            peer = self._peers[upstream] = _Peer(ca, channel, stub)
         peer.key, peer.key_read_at = key, now
         while len(self._peers) > MAX_UPSTREAMS:
-            _, oldest = self._peers.popitem(last=False)
-            await oldest.channel.close()
+            self._former.append(self._peers.popitem(last=False)[1])
         return peer
 
 
