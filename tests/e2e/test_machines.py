@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ import grpc
 import psutil
 import pytest
 
+from batonlm.cli.ports import free_ports
 from batonlm.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.relay import PATIENCE_S, Relay, eventually, until_it_comes_about
 from tests.e2e.streams import Following, requests, undisturbed
@@ -45,8 +45,7 @@ class Spread(Relay):
         super().__init__(folder, *few, environment={"BATON_STANDBY": "true"})
         ends.callback(super().close)
         self.machine = machine
-        with socket.create_server((HERE, 0)) as held:
-            leader = f"{HERE}:{held.getsockname()[1]}"
+        leader = f"{HERE}:{free_ports(1)[0]}"
         self.there = machine.start(leader)
         ends.callback(_end, self.there)
         token = json.loads(self.state_file.read_text())["token"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from time import monotonic
 import psutil
 import pytest
 
+from batonlm.cli.ports import free_ports
 from batonlm.core.errors import Internal
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
@@ -51,8 +51,7 @@ class Pair:
     """2 x 2 ranks: a stage here, a stage there."""
 
     def __init__(self, folder: Path, machine: SecondMachine):
-        with socket.create_server((HERE, 0)) as held:
-            port = held.getsockname()[1]
+        (port,) = free_ports(1)
         self.there: Popen[bytes] = machine.start(f"{HERE}:{port}")
         try:
             self.ranks = RankMachines(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from time import monotonic, sleep
 import psutil
 import pytest
 
+from batonlm.cli.ports import free_ports
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
@@ -56,8 +56,7 @@ class Cluster:
 
     def open(self, folder: Path, address: str = "auto") -> tuple[RankedRunner, RayLauncher]:
         """2 x 2 ranks: a stage here, a stage where Ray puts it."""
-        with socket.create_server((HERE, 0)) as held:
-            port = held.getsockname()[1]
+        (port,) = free_ports(1)
         launcher = RayLauncher(address, TOKEN, "cpu")
         ranks = RankMachines(
             2, 1, stages=2, machines=2, listen=(HERE, port), key=key_of(TOKEN, ""),
@@ -89,9 +88,8 @@ def cluster(
     """Its processes are below two of our own, and end with them."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with socket.create_server((HERE, 0)) as held:
-        address = f"{HERE}:{held.getsockname()[1]}"
-    port = address.rpartition(":")[2]
+    port = str(free_ports(1)[0])
+    address = f"{HERE}:{port}"
     ray = (sys.executable, "-m", "ray.scripts.scripts", "start", *SMALL)
     with ExitStack() as ends:
         _start_node(

@@ -1,4 +1,5 @@
-"""A port that listens no more: newcomers are refused, whoever is connected notices nothing."""
+"""Ports: a claimed one is given to nobody else; one that listens no more refuses newcomers, and
+whoever is connected notices nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import socket
 
 import pytest
 
-from batonlm.rpc.server import stop_listening
+from batonlm.rpc.address import PortInUse, check_listen, claimed
+from batonlm.rpc.server import ProcessServer, stop_listening
 
 
 def test_newcomers_are_refused_and_others_go_on() -> None:
@@ -25,3 +27,24 @@ def test_newcomers_are_refused_and_others_go_on() -> None:
                     socket.create_connection(("127.0.0.1", port), 5)
         socket.create_connection(other.getsockname(), 5).close()
     assert stop_listening(port) == 0
+
+
+async def test_a_claimed_port_is_kept_for_the_server_that_comes_later() -> None:
+    with claimed("127.0.0.1:0", "listen") as (listen, bound):
+        assert listen == bound != "127.0.0.1:0"
+        with pytest.raises(PortInUse) as refused:
+            check_listen(listen, "listen")
+        assert refused.value.field == "listen"
+        with pytest.raises(PortInUse), claimed(listen, "listen"):
+            pass
+        with claimed(listen, "listen", shared=True) as (again, _):
+            assert again == listen
+        # The claim itself answers nobody.
+        port = int(listen.rpartition(":")[2])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+        server = ProcessServer(listen=listen, services=[], claimed=True)
+        assert await server.start() == listen
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        await server.stop(0)
+    check_listen(listen, "listen")

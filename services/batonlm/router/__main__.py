@@ -118,7 +118,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             streams=PUBLIC_STREAMS + (config.max_requests if config.vllm_engine else 0),
         ),
         field="grpc_listen",
-        shared=own is not None,
+        claimed=own is not None,
     )
     unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas)
     try:

@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -46,7 +45,7 @@ from batonlm.router.config import RouterConfig
 from batonlm.router.observe import gauges
 from batonlm.router.request.pipeline import Pipeline
 from batonlm.rpc import logs, metrics
-from batonlm.rpc.address import join, split, take
+from batonlm.rpc.address import claimed
 from batonlm.rpc.children import Backoff, end_all
 from batonlm.rpc.metrics import REGISTRY
 from batonlm.rpc.server import PARENT_VARIABLE, Health, Probes
@@ -381,8 +380,8 @@ class _Processes(Collector):
         config = self._config
         logs.setup("router", config.log_level, config.log_json)
         with ExitStack() as held:
-            grpc, _ = _claim(held, config.grpc_listen, "grpc_listen")
-            http, bound = _claim(held, config.http_listen, "http_listen")
+            grpc, _ = held.enter_context(claimed(config.grpc_listen, "grpc_listen"))
+            http, bound = held.enter_context(claimed(config.http_listen, "http_listen"))
             self._started = {"role": "router", "http": bound, "grpc": grpc}
             folder = held.enter_context(
                 TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
@@ -498,14 +497,3 @@ class _Processes(Collector):
         """Called on the threads of scrapes."""
         answer = asyncio.run_coroutine_threadsafe(self._metrics(), self._loop)
         return Written(answer.result(ALL_ANSWER_S)).collect()
-
-
-def _claim(held: ExitStack, listen: str, name: str) -> tuple[str, str]:
-    """Keeps a port for the processes. Returns `listen` and the bound address, both with the real
-    port where 0 was given. Raises PortInUse or InvalidArgument."""
-    claim = held.enter_context(take(listen, name))
-    # Only now, so that a port in use was refused. Sockets of this user that have the option, too,
-    # may bind beside the claim.
-    claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    bound_host, port = claim.getsockname()[:2]
-    return join(split(listen, name)[0], port), join(bound_host, port)

@@ -6,7 +6,8 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from batonlm.core.errors import InvalidArgument
 
@@ -40,32 +41,56 @@ def is_loopback(host: str) -> bool:
 
 def check_listen(address: str, field: str) -> None:
     """Raises PortInUse or InvalidArgument when a plain socket cannot listen there."""
-    with take(address, field) as probe:
+    with _bound(address, field) as probe:
         try:
             probe.listen(1)
         except OSError as error:
             raise refusal(error, address, field) from None
 
 
-def take(address: str, field: str) -> socket.socket:
-    """Returns a socket that is bound there and does not listen. Raises PortInUse or InvalidArgument
-    naming the field."""
+@contextmanager
+def claimed(address: str, field: str, *, shared: bool = False) -> Iterator[tuple[str, str]]:
+    """Keeps a port for servers of this user that set SO_REUSEPORT: they bind beside the claim, at
+    any time. The claim itself accepts no connections.
+
+    Nobody else is given the port meanwhile, unless connections of an earlier server of it are in
+    TIME_WAIT now: the system then lets others bind beside a socket that does not listen.
+
+    shared: the port may be claimed already by a process of this user. Yields the address and the
+    one that it means on this machine, both with the real port where 0 was given. Raises PortInUse
+    or InvalidArgument naming the field.
+    """
+    with _bound(address, field, shared=shared) as claim:
+        # Only now, so that a port in use was refused.
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        host, port = claim.getsockname()[:2]
+        yield join(split(address, field)[0], port), join(host, port)
+
+
+def _bound(address: str, field: str, *, shared: bool = False) -> socket.socket:
+    """A socket that is bound there and does not listen."""
     host, port = split(address, field)
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        taken = socket.socket(family, kind, protocol)
-        try:
-            # SO_REUSEADDR only skips TIME_WAIT: a port that is in use is still refused.
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(target)
-        except BaseException:
-            taken.close()
-            raise
     except OSError as error:
         raise refusal(error, address, field) from None
-    return taken
+    # SO_REUSEADDR skips TIME_WAIT, but also sockets with this option that do not listen yet. Hence
+    # first without it.
+    for reuse in (0, 1):
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+            bound.bind(target)
+            return bound
+        except OSError as error:
+            bound.close()
+            refused = refusal(error, address, field)
+        if not isinstance(refused, PortInUse):
+            break
+    raise refused
 
 
 def refusal(error: OSError, address: str, field: str) -> InvalidArgument:

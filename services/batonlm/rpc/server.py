@@ -464,7 +464,7 @@ class ProcessServer:
         certificates: Certificates | None = None,
         token: str = "",
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-        shared: bool = False,
+        claimed: bool = False,
     ) -> None:
         """public: clients call it, so that messages, streams and connections are limited, by
         `limits`; otherwise callers are Baton's processes, which `batonlm.rpc.peers` authorizes by
@@ -473,8 +473,8 @@ class ProcessServer:
         field: the option of `listen`, for errors. certificates: enables TLS. token: required of
         Baton's processes; empty: none. interceptors: run before the services; an error that they
         raise reaches the caller like a handler's. probes: opened by `start` unless they are open,
-        and closed by `stop`; None: there are no ports besides `listen`. shared: other processes of
-        this user may listen there, too, and the kernel shares out connections.
+        and closed by `stop`; None: there are no ports besides `listen`. claimed: a process of this
+        user claims the port (`address.claimed`), and this server binds beside the claim.
         """
         self._listen = listen
         self._field = field
@@ -486,8 +486,8 @@ class ProcessServer:
         self._arguments = INTERNAL_SERVER
         if self._limits is not None:
             self._arguments = public_server(self._limits)
-        self._shared = shared
-        if shared:
+        self._claimed = claimed
+        if claimed:
             others = (one for one in self._arguments if one[0] != "grpc.so_reuseport")
             self._arguments = (("grpc.so_reuseport", 1), *others)
         self._certificates = certificates
@@ -524,7 +524,7 @@ class ProcessServer:
                 "reads the network" if self._token else "reaches it",
             )
         # Checked first, because gRPC does not report why a port cannot be bound.
-        if not self._shared:
+        if not self._claimed:
             check_listen(self._listen, self._field)
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(*self._checks()), *self._interceptors],

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
@@ -34,7 +33,7 @@ from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import config as configuration
 from batonlm.rpc import metrics
-from batonlm.rpc.address import is_loopback, join, split
+from batonlm.rpc.address import check_listen, claimed, is_loopback, split
 from batonlm.rpc.channels import Channels
 from batonlm.rpc.lifecycle import exit_at_once, new_instance_id, run_until_stopped
 from batonlm.rpc.logs import setup
@@ -134,10 +133,17 @@ async def run_worker(
     tests and experiments, see `batonlm.testing.worker`.
     """
     with ExitStack() as ends:
+        any_port = split(options.listen, "listen")[1] == 0
+        if any_port:
+            # Peers need the port before the server exists.
+            listen, _ = ends.enter_context(claimed(options.listen, "listen"))
+            options = replace(options, listen=listen)
+        else:
+            check_listen(options.listen, "listen")
         options = await asyncio.to_thread(options.with_model, ends)
         chosen = ends.enter_context(settled(role, options))
         policy = make_policy(chosen.options)
-        return await _run_settled(role, chosen, policy, make_service, open_runner, faults)
+        return await _run_settled(role, chosen, policy, make_service, open_runner, faults, any_port)
 
 
 async def _run_settled(
@@ -147,9 +153,10 @@ async def _run_settled(
     make_service: MakeService,
     open_runner: OpenRunner,
     faults: Faults,
+    port_claimed: bool,
 ) -> int:
     side = "sender" if role == "prefill" else "receiver"
-    options = replace(chosen.options, listen=_with_port(chosen.options.listen))
+    options = chosen.options
     address = _advertised(options)
     ucx = ucx_of(options)
     instance_id = new_instance_id()
@@ -243,6 +250,7 @@ async def _run_settled(
             probes=probes,
             certificates=certificates,
             token=options.peer_token,
+            claimed=port_claimed,
         )
         listening = await server.start()
         server.set_serving(True)
@@ -277,15 +285,6 @@ async def _run_settled(
     return code
 
 
-def _with_port(listen: str) -> str:
-    """The address with a free port in place of port 0: peers need it before the server exists."""
-    host, port = split(listen, "listen")
-    if port:
-        return listen
-    with socket.create_server((host, 0), family=_family(host)) as held:
-        return join(host, held.getsockname()[1])
-
-
 def _advertised(options: WorkerOptions) -> str:
     """The address for peers. Raises InvalidArgument when it cannot be derived from `listen`."""
     host, _ = split(options.listen, "listen")
@@ -294,10 +293,6 @@ def _advertised(options: WorkerOptions) -> str:
             f"must be set, because peers cannot connect to {host}", field="advertise"
         )
     return options.advertise or options.listen
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def _exhausted(staging: Staging) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,20 +25,17 @@ NAMES = ("", "startup", "baton.v1.Prefill")
 
 
 @asynccontextmanager
-async def loading(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+async def loading(
+    folder: Path, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     health = f"127.0.0.1:{free_ports(1)[0]}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.services.worker.loading_prefill"),
-        *(
-            "--model",
-            str(folder),
-            "--health-listen",
-            health,
-            "--metrics-listen",
-            "127.0.0.1:0",
-        ),
+        *("--model", str(folder), "--listen", listen),
+        *("--health-listen", health, "--metrics-listen", "127.0.0.1:0"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE if listen != "127.0.0.1:0" else None,
     )
     try:
         yield process, health
@@ -98,6 +96,19 @@ async def test_it_ends_when_told_to_while_it_loads(tmp_path: Path) -> None:
         assert await told(channel) == [True, False, False]
         process.terminate()
         assert await process.wait() == 128 + 15
+
+
+@pytest.mark.deep
+async def test_a_port_in_use_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        async with asyncio.timeout(PATIENCE_S), loading(tmp_path, listen) as (process, _):
+            # It was never told to go on with loading.
+            assert process.stderr is not None
+            assert f"error: listen: {listen} is already in use" in (
+                (await process.stderr.read()).decode()
+            )
+            assert await process.wait() == 2
 
 
 @pytest.mark.deep

@@ -14,7 +14,6 @@ import functools
 import logging
 import os
 import re
-import socket
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
@@ -31,7 +30,7 @@ from batonlm.router.api.http.connections import (
     tune_listeners,
 )
 from batonlm.router.api.http.responses import HttpError, send_json
-from batonlm.rpc.address import join, refusal, split
+from batonlm.rpc.address import claimed, join, refusal, split
 from batonlm.rpc.tls import Certificates, Pems
 
 log = logging.getLogger(__name__)
@@ -363,27 +362,13 @@ async def serve_http(
     Raises PortInUse when another process listens there, InvalidArgument when listen is no address
     of this machine; both name the field http_listen.
     """
-    host, port = split(listen, _FIELD)
-    try:
-        family, kind, protocol, _, target = (
-            await asyncio.get_running_loop().getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-        )[0]
-        with socket.socket(family, kind, protocol) as claim:
-            # granian shares its port with any process that also sets SO_REUSEPORT. So the port is
-            # first claimed exclusively, and then shared only with granian, which binds beside the
-            # claim.
-            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            claim.bind(target)
-            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound_host, bound_port = claim.getsockname()[:2]
-            server = HttpServer(app, bound_host, bound_port, limits or HttpLimits(), certificates)
+    # granian shares its port with any process that also sets SO_REUSEPORT, hence the claim.
+    with claimed(listen, _FIELD, shared=shared) as (_, bound):
+        server = HttpServer(app, *split(bound, _FIELD), limits or HttpLimits(), certificates)
+        try:
             await server.start()
-    except OSError as error:
-        raise refusal(error, listen, _FIELD) from None
+        except OSError as error:
+            raise refusal(error, listen, _FIELD) from None
     return server
 
 
