@@ -20,6 +20,7 @@ from batonlm.core.errors import (
 )
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.routing.aliases import Alias
+from batonlm.router.config import RouterConfig
 from batonlm.rpc.convert import filled
 from batonlm.rpc.server import Service
 from batonlm.rpc.worker import adapters_to_proto
@@ -27,10 +28,11 @@ from batonlm.testing import language
 from batonlm.testing.scripted import ScriptedDecode, ScriptedKv
 from batonlm.v1 import adapters_pb2 as pb
 from batonlm.v1 import adapters_pb2_grpc, types_pb2
-from tests.services.router.conftest import World, until
+from tests.services.router.conftest import PATIENCE_S, World, until
 from tests.services.router.disturbed import REQUEST, check
 
 NAME = language.MODEL.name
+CONFIG = RouterConfig(local_prefill_tokens=0, wait_timeout_s=PATIENCE_S)
 OLD = AdapterDescription("french", "f1", 8, 100, "french")
 NEW = replace(OLD, digest="f2")
 
@@ -230,6 +232,45 @@ async def test_a_request_has_what_it_names_loaded_once(world: World) -> None:
             await world.ask(replace(REQUEST, model="absent"))
     asked_now = [name for worker in workers for name in worker.asked]
     assert asked_now.count("refused") == asked_now.count("absent") == 1
+
+
+async def test_requests_that_wait_for_an_adapter_are_held(world: World) -> None:
+    (worker,) = await on_use(world, 1, "french")
+    loaded = asyncio.Event()
+
+    async def slowly() -> None:
+        await loaded.wait()
+
+    worker.on_load = slowly  # type: ignore[method-assign]
+    asked = replace(REQUEST, model="french")
+    given_up = asyncio.create_task(world.ask(asked))
+    await until(lambda: world.pipeline.held_by_model() == {NAME: 1})
+    given_up.cancel()
+    await until(lambda: not world.pipeline.held_by_model())
+    loaded.set()
+    check(await world.ask(asked))
+
+
+async def test_who_waited_for_a_model_is_not_counted_again_for_its_adapter(world: World) -> None:
+    old, new = LoadingDecode(world.network), LoadingDecode(world.network)
+    old.change_adapters(OLD)
+    # The model has other weights when it comes back, and knows no adapters of the former ones.
+    new.model = replace(new.model, digest="other weights")
+    new.folder = frozenset({"french"})
+    new.adapters = replace(new.adapters, version=1, loads_on_use=True)
+    world.add(prefills=0, decodes=0)
+    world.decodes.append(old)
+    # So one request of a tenant may wait for a model.
+    await world.run(replace(CONFIG, model=(NAME,), idle_timeout_s=300.0, max_requests=4))
+    await until(lambda: digests(world) == ["f1"])
+    await old.kill()
+    await until(lambda: world.met()["decode"] == 0)
+    waiting = asyncio.create_task(world.ask(replace(REQUEST, model=f"{NAME}:french")))
+    await until(lambda: world.pipeline.held_by_model() == {NAME: 1} or waiting.done())
+    world.decodes.append(new)
+    world.listed["decode"].set([await new.start()])
+    check(await waiting)
+    assert new.asked == ["french"] and not world.pipeline.held_by_model()
 
 
 async def test_what_made_room_comes_back_and_is_nobodys_unloading(world: World) -> None:

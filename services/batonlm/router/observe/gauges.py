@@ -267,8 +267,7 @@ class PoolTargets:
     ) -> None:
         """waiting: model and input tokens of each attempt that waits here. routers: the number of
         live routers. now: in seconds, monotonic. expected: models that are known without workers,
-        and need none after idle_s without requests. held: requests that wait for a model's first
-        worker."""
+        and need none after idle_s without requests. held: `Pipeline.held_by_model`."""
         self._policy = policy
         self._prefills, self._decodes, self._waiting = prefills, decodes, waiting
         self._arrived, self._routers, self._now = arrived, routers, now

@@ -333,7 +333,7 @@ class Pipeline:
         return Counter(runner.model.name for runner in self._runners)
 
     def held_by_model(self) -> Mapping[str, int]:
-        """Requests that wait for the first worker of their model."""
+        """Requests that wait for the first worker of their model, or for an adapter on it."""
         return self._preparation.held.by_model
 
     def models(self) -> list[ModelDescription]:

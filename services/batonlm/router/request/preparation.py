@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -79,11 +79,11 @@ class Prepared(NamedTuple):
 
 RETRY_HELD_S = 5.0
 HELD_SHARE = 4
-"""A tenant may have one in so many of a router's requests wait for one model's first worker."""
+"""A tenant may have one in so many of a router's requests wait for one model."""
 
 
 class HeldRequests:
-    """Requests that wait for the first worker of their model."""
+    """Requests that wait for the first worker of their model, or for an adapter on it."""
 
     def __init__(self, most_of_tenant: int) -> None:
         """most_of_tenant: for each model."""
@@ -92,20 +92,30 @@ class HeldRequests:
         self._by_tenant = Counter[tuple[str, str, str]]()
 
     @contextmanager
-    def one(self, model: str, tenant: Tenant) -> Iterator[None]:
-        """Counts a request within the block. Raises Overloaded for one too many of its tenant:
-        whoever asks for a model that does not start leaves room for requests for others."""
-        key = model, tenant.name, tenant.address
-        if self._by_tenant[key] >= self._most:
-            text = "Too many requests wait for this model already."
-            raise Overloaded(text, retry_after_s=RETRY_HELD_S)
-        self.by_model[model] += 1
-        self._by_tenant[key] += 1
+    def one(self, tenant: Tenant) -> Iterator[Callable[[str], None]]:
+        """Yields what counts a request as waiting for a model until the block ends. Only its first
+        call counts. It raises Overloaded for one too many of its tenant: whoever asks for a model
+        that does not start leaves room for requests for others."""
+        waits: tuple[str, str, str] | None = None
+
+        def count(model: str) -> None:
+            nonlocal waits
+            if waits is not None:
+                return
+            key = model, tenant.name, tenant.address
+            if self._by_tenant[key] >= self._most:
+                text = "Too many requests wait for this model already."
+                raise Overloaded(text, retry_after_s=RETRY_HELD_S)
+            waits = key
+            self.by_model[model] += 1
+            self._by_tenant[key] += 1
+
         try:
-            yield
+            yield count
         finally:
-            self.by_model -= Counter([model])
-            self._by_tenant -= Counter([key])
+            if waits is not None:
+                self.by_model -= Counter([waits[0]])
+                self._by_tenant -= Counter([waits])
 
 
 class Preparation:
@@ -386,15 +396,19 @@ class Preparation:
         finally:
             stages.over(None)
 
-    async def _use(self, name: str, models: Iterable[str], give_up: float) -> bool:
+    async def _use(
+        self, name: str, models: Iterable[str], held: Callable[[str], None], give_up: float
+    ) -> bool:
         """Has a model's workers load an adapter that a request names. Returns whether one of the
-        models has it now. Raises BatonError where there is one that cannot be loaded."""
+        models has it now. held: counts the request as one that waits. Raises BatonError where there
+        is one that cannot be loaded."""
         failure: BatonError | None = None
         for model in models:
             left = give_up - asyncio.get_running_loop().time()
             if left <= 0:
                 break
             try:
+                held(model)
                 await self._services.adapters.use(name, model, left)
                 return True
             except NotFound:
@@ -433,8 +447,8 @@ class Preparation:
         if base_alias is not None:
             base_alias = self.step_back.now(base, base_alias)
         loop = asyncio.get_running_loop()
-        give_up, waits = loop.time() + config.wait_timeout_s, False
-        with ExitStack() as held:
+        give_up = loop.time() + config.wait_timeout_s
+        with self.held.one(context.request.tenant) as held:
             while True:
                 models = self.models()
                 served = {model.name for model in models}
@@ -460,7 +474,7 @@ class Preparation:
                     known = known or fleet.adapters.knows(adapter_name)
                 if alias is None and not known and name not in config.model and names_adapter:
                     on_use = dict.fromkeys(w.model.name for w in decodes if w.loads_on_use)
-                    if await self._use(adapter_name, on_use, give_up):
+                    if await self._use(adapter_name, on_use, held, give_up):
                         continue
                 told = config.model or (served if alias is None else ())
                 if told and name not in told and (alias is not None or not known):
@@ -469,8 +483,5 @@ class Preparation:
                 left = give_up - loop.time()
                 if left <= 0 or not fleet.decodes.awaited:
                     raise fleet.decodes.absent(model=bool(models))
-                if not waits:
-                    model_name = base if base in absent else name
-                    held.enter_context(self.held.one(model_name, context.request.tenant))
-                    waits = True
+                held(base if base in absent else name)
                 await fleet.changed.wait(left)
