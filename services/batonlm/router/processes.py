@@ -18,19 +18,21 @@ probes and scrapes.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "BATON_ROUTER_PROCESS"
 """What a process is of its router; see `OwnProcess.variable`."""
 
+FOLDER = "baton-router-"
 FIRST = "first"
 """The name of the first process's socket. Those of the others are their indexes."""
 POLL_S = 0.25
@@ -345,6 +348,29 @@ class _Child:
             self.process.send_signal(number)
 
 
+@contextmanager
+def own_folder() -> Iterator[str]:
+    """Makes the folder for the sockets of one router, and removes those of routers that were
+    killed: nobody locks them."""
+    with TemporaryDirectory(prefix=FOLDER, ignore_cleanup_errors=True) as folder, _locked(folder):
+        # A folder without a socket is not locked yet.
+        for socket in Path(gettempdir()).glob(f"{FOLDER}*/{FIRST}"):
+            with suppress(OSError), _locked(socket.parent):
+                shutil.rmtree(socket.parent)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: str | Path) -> Iterator[None]:
+    """Locks a folder until the block or the process ends. Raises OSError where another one does."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 async def run_processes(config: RouterConfig, count: int) -> int:
     """Runs so many processes until SIGTERM or SIGINT, and lets them drain. Returns the exit code:
     the largest of theirs, or that of one that did not start. Raises PortInUse or InvalidArgument.
@@ -383,9 +409,7 @@ class _Processes(Collector):
             grpc, _ = held.enter_context(claimed(config.grpc_listen, "grpc_listen"))
             http, bound = held.enter_context(claimed(config.http_listen, "http_listen"))
             self._started = {"role": "router", "http": bound, "grpc": grpc}
-            folder = held.enter_context(
-                TemporaryDirectory(prefix="baton-router-", ignore_cleanup_errors=True)
-            )
+            folder = held.enter_context(own_folder())
             self._children = [
                 _Child(OwnProcess(index, self._count, folder, grpc, http))
                 for index in range(self._count)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from batonlm.core.admission.api_keys import TenantLimits
 from batonlm.core.errors import InvalidArgument
 from batonlm.router.config import RouterConfig
-from batonlm.router.processes import SUMMED, Families, Merger, Written
+from batonlm.router.processes import SUMMED, Families, Merger, Written, own_folder
 from batonlm.testing import language
 from batonlm.v1 import inference_pb2 as pb
 from batonlm.v1 import inference_pb2_grpc, types_pb2
@@ -207,7 +208,9 @@ async def test_it_drains_all_processes_and_leaves_none(world: World) -> None:
 
 
 @pytest.mark.deep
-def test_processes_start_and_end_together() -> None:
+def test_processes_start_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with start("--processes=2", "--usage-log=/nowhere/usage.jsonl") as process:
         _, said = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, "usage_log: /nowhere" in said) == (2, True)
@@ -217,9 +220,15 @@ def test_processes_start_and_end_together() -> None:
         with start("--processes=2", f"--http-listen={taken}") as second:
             _, said = second.communicate(timeout=PATIENCE_S)
         found = psutil.Process(process.pid).children()
+        (folder,) = tmp_path.iterdir()
+        with own_folder():
+            assert folder.is_dir(), "the first process still runs"
         process.kill()
         gone, _ = psutil.wait_procs(found, PATIENCE_S)
         assert len(gone) == 2, "a process outlived the first one"
+        assert process.wait(PATIENCE_S) and folder.is_dir(), "nobody was left to remove it"
+        with own_folder() as own:
+            assert [*tmp_path.iterdir()] == [Path(own)]
     assert (second.returncode, "http_listen" in said, "in use" in said) == (2, True, True)
 
 
