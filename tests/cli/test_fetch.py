@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -245,6 +246,15 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
         assert len(hub.asked) == asked, "what is there is not asked for"
         code, said, told = command(hub, cache, "--revision", "v1", "--tokenizer-only")
         assert (code, said) == (0, str(cache / "baton--made@v1.tokenizer")), told
+
+
+@pytest.mark.deep
+def test_a_hub_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
+    hub = Hub(FILES)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, _, told = command(hub, tmp_path / "cache", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert code == 1 and "the hub cannot be reached" in told
 
 
 @pytest.mark.parametrize(

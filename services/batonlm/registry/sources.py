@@ -152,11 +152,17 @@ class HubSource:
         self._commit = ""
 
     def files(self, *, weights: bool) -> list[File]:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, constants
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
         try:
-            info = HfApi().model_info(self._model, revision=self._revision, files_metadata=True)
+            info = HfApi().model_info(
+                self._model,
+                revision=self._revision,
+                files_metadata=True,
+                # Without one it waits for ever.
+                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            )
         except HFValidationError as error:
             raise InvalidArgument(f"{self._model!r} is no hub id", field="model") from error
         except HfHubHTTPError as error:
