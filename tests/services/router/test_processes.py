@@ -123,6 +123,8 @@ async def test_requests_are_counted_and_remembered_whichever_process_ran_them(
                 assert (found.status_code, found.json()["state"]) == (200, "finished")
             nothing = await ask(router, f"{path}?replay")
             assert (nothing.status_code, nothing.json()["error"]["param"]) == (404, "replay")
+            wrong = await ask(router, f"{path}?replay=all")
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "replay")
         assert (await ask(router, "/requests/nobody")).status_code == 404
         text = (await ask(router, "/metrics")).text
         gauges = set(re.findall(r"^# TYPE (\S+) gauge$", text, re.MULTILINE))

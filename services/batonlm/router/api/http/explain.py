@@ -52,6 +52,10 @@ def explain_endpoint(
         request_id = request.path_params["id"].rpartition("-")[2]
         tenant = caller(request.scope)
         wanted = request.query_params.get("replay")
+        if wanted not in (None, "", "ids", "text"):
+            raise InvalidArgument(
+                "replay must be ids (as it is when empty) or text", field="replay"
+            )
         try:
             return json_response(record_document(pipeline, request_id, tenant, wanted))
         except NotFound as error:
@@ -70,12 +74,10 @@ def record_document(
     pipeline: Pipeline, request_id: str, tenant: Tenant, replay: str | None
 ) -> Json:
     """Returns the record of a request of this process, or what replays it. Raises NotFound, with
-    the field request_id if it is none, and InvalidArgument."""
+    the field request_id if it is none, and Unavailable."""
     record = pipeline.explain(request_id, tenant)
     if replay is None:
         return explained(record, now(), whole=tenant.operator)
-    if replay not in ("", "ids", "text"):
-        raise InvalidArgument("replay must be ids (as it is when empty) or text", field="replay")
     return _replay_file(record, with_text=replay == "text")
 
 
