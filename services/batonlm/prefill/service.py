@@ -189,7 +189,12 @@ class PrefillService(AttemptService[PrefillAttempt]):
                 if handover_id:
                     self._offer(running, handover_id, decode_instance_id)
                 grammar = await self._grammars.compiled(attempt.grammar)
-                await self._queue(attempt, bool(handover_id), decode_instance_id, grammar)
+                if running.over:
+                    # Its blocks were freed already; those that it got now would stay.
+                    raise Cancelled("cancelled")
+                # A hand-over that has ended meanwhile releases nothing any more.
+                keep = running.offer is not None
+                await self._queue(attempt, keep, decode_instance_id, grammar)
                 first = await asyncio.shield(running.first)
         except TimeoutError:
             error = DeadlineExceeded("the request ran out of time in prefill")

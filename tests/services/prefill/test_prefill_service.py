@@ -10,6 +10,7 @@ import pytest
 
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.routing.load import WorkerState
+from batonlm.grammar.book import GrammarBook
 from batonlm.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from batonlm.rpc.convert import choice_tokens_from_proto
 from batonlm.rpc.metrics import CACHED_TOKENS, PREFILL_TOKENS, REGISTRY
@@ -113,6 +114,29 @@ async def test_cancel_ends_the_call_and_frees_the_blocks() -> None:
         await world.cancel_prefill(one)
         assert await code_of(call) is grpc.StatusCode.CANCELLED
         await world.cancel_prefill(attempt("never heard of"))
+
+
+async def test_what_is_cancelled_while_its_grammar_compiles_gets_no_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiling, compiled = asyncio.Event(), asyncio.Event()
+
+    async def compile_slowly(book: GrammarBook, grammar: object) -> None:
+        compiling.set()
+        await compiled.wait()
+
+    monkeypatch.setattr(GrammarBook, "compiled", compile_slowly)
+    one = attempt()
+    async with pair() as world:
+        call = world.run(one, new_id())
+        async with asyncio.timeout(60):
+            await compiling.wait()
+        await world.cancel_prefill(one)
+        await until(lambda: world.sender.num_offers == 0)
+        compiled.set()
+        assert await code_of(call) is grpc.StatusCode.CANCELLED
+        await world.settle()
+        assert world.prefill.runner.num_begun == 0
 
 
 async def test_a_cancel_that_overtakes_its_call_counts() -> None:
