@@ -63,7 +63,7 @@ up: install ## Start Baton on this machine and ask it something
 down: ## Stop what 'make up' started
 	@$(BIN)/baton down
 
-test: install ## The default tests: no GPU, no network, about six minutes on 2 cores
+test: install ## The default tests: no GPU, no network, six to eight minutes on 2 cores
 	@$(BIN)/python -m pytest -q $(TOGETHER)
 
 test-deep: install ## What the default tests leave out: every architecture, whole state machines, deaths, fuzz (about 16 minutes on 2 cores)

@@ -3,10 +3,12 @@ whoever is connected notices nothing."""
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import pytest
 
+from batonlm.core.errors import InvalidArgument
 from batonlm.rpc.address import PortInUse, check_listen, claimed
 from batonlm.rpc.server import ProcessServer, stop_listening
 
@@ -48,3 +50,15 @@ async def test_a_claimed_port_is_kept_for_the_server_that_comes_later() -> None:
         socket.create_connection(("127.0.0.1", port), 5).close()
         await server.stop(0)
     check_listen(listen, "listen")
+
+
+def test_a_machine_without_the_family_of_an_address_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_such_family(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", no_such_family)
+    with pytest.raises(InvalidArgument, match="no address of this machine") as refused:
+        check_listen("[::1]:0", "listen")
+    assert refused.value.field == "listen"

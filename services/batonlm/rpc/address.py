@@ -74,23 +74,29 @@ def _bound(address: str, field: str, *, shared: bool = False) -> socket.socket:
         family, kind, protocol, _, target = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+
+        def bind(*options: int) -> socket.socket:
+            bound = socket.socket(family, kind, protocol)
+            try:
+                for option in options:
+                    bound.setsockopt(socket.SOL_SOCKET, option, 1)
+                bound.bind(target)
+            except BaseException:
+                bound.close()
+                raise
+            return bound
+
+        own = (socket.SO_REUSEPORT,) if shared else ()
+        try:
+            return bind(*own)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            # SO_REUSEADDR skips TIME_WAIT, but also sockets with this option that do not listen
+            # yet. Hence first without it.
+            return bind(*own, socket.SO_REUSEADDR)
     except OSError as error:
         raise refusal(error, address, field) from None
-    # SO_REUSEADDR skips TIME_WAIT, but also sockets with this option that do not listen yet. Hence
-    # first without it.
-    for reuse in (0, 1):
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
-            bound.bind(target)
-            return bound
-        except OSError as error:
-            bound.close()
-            refused = refusal(error, address, field)
-        if not isinstance(refused, PortInUse):
-            break
-    raise refused
 
 
 def refusal(error: OSError, address: str, field: str) -> InvalidArgument:

@@ -135,7 +135,8 @@ async def run_worker(
     with ExitStack() as ends:
         any_port = split(options.listen, "listen")[1] == 0
         if any_port:
-            # Peers need the port before the server exists.
+            # Peers need the port before the server exists. A given one may have connections in
+            # TIME_WAIT, where a claim keeps nobody out: the server binds that without sharing it.
             listen, _ = ends.enter_context(claimed(options.listen, "listen"))
             options = replace(options, listen=listen)
         else:
