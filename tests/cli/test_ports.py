@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from batonlm.cli.ports import HOST, free_ports
+from batonlm.cli.ports import HOST, LOWEST, free_ports, free_row
 
 
 def test_they_are_different_and_free() -> None:
@@ -28,6 +28,13 @@ def test_what_one_process_was_given_no_other_gets() -> None:
     assert subprocess.check_output([sys.executable, "-c", ask], text=True).strip() == "[]"
 
 
+def test_all_of_a_row_are_given() -> None:
+    first = free_row(3)
+    others = set(range(LOWEST, 65536)) - set(range(first, first + 3))
+    assert free_ports(1, avoid=others) == []
+
+
 def test_the_system_hands_out_none_of_them() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert not any(first <= port <= last for port in free_ports(50))
+    assert not any(first - 3 <= port <= last for port in (free_row(4) for _ in range(20)))

@@ -33,12 +33,8 @@ def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:
 
     avoid: ports that are about to be used.
     """
-    first, last = _handed_out()
-    candidates = [
-        port for port in range(LOWEST, 65536) if not first <= port <= last and port not in avoid
-    ]
     found: list[int] = []
-    for port in random.SystemRandom().sample(candidates, len(candidates)):
+    for port in _shuffled(avoid):
         if len(found) == count:
             break
         if _free(port) and _give(port):
@@ -47,11 +43,23 @@ def free_ports(count: int, avoid: Collection[int] = ()) -> list[int]:
 
 
 def free_row(count: int) -> int:
-    """Returns the first of `count` consecutive ports on which no process listens now."""
-    while True:
-        (first,) = free_ports(1)
-        if all(_free(port) for port in range(first, first + count)):
+    """Returns the first of `count` consecutive ports, all of which are as those of free_ports."""
+    candidates = _shuffled()
+    usable = set(candidates)
+    for first in candidates:
+        row = range(first, first + count)
+        # One that was given in vain stays so: the next row lies elsewhere.
+        if usable.issuperset(row) and all(map(_free, row)) and all(map(_give, row)):
             return first
+    raise OSError(f"no {count} consecutive ports are free")
+
+
+def _shuffled(avoid: Collection[int] = ()) -> list[int]:
+    first, last = _handed_out()
+    ports = [
+        port for port in range(LOWEST, 65536) if not first <= port <= last and port not in avoid
+    ]
+    return random.SystemRandom().sample(ports, len(ports))
 
 
 def _handed_out() -> tuple[int, int]:
@@ -79,8 +87,6 @@ def _give(port: int) -> bool:
 
 
 def _free(port: int) -> bool:
-    if port > 65535:
-        return False
     try:
         socket.create_server((HOST, port)).close()
     except OSError:
