@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.e2e.relay import eventually
+
 TIMEOUT_S = 120.0
 
 Json = dict[str, Any]
@@ -33,6 +35,11 @@ def told(*arguments: str, given: str = "") -> str:
     return done.stdout
 
 
+def api_resources(*flags: str) -> list[str]:
+    """Names of the kinds that there are; of those of others, those whose servers answer now."""
+    return kubectl("api-resources", "-o", "name", *flags).stdout.split()
+
+
 def as_list(objects: Iterable[Json]) -> str:
     """What kubectl reads as several objects."""
     return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
@@ -42,10 +49,12 @@ def as_list(objects: Iterable[Json]) -> str:
 def namespace(**labels: str) -> Iterator[str]:
     """A new one, with labels of pod security by their last part, removed with all in it."""
     name = f"chart-{secrets.token_hex(3)}"
-    told("create", "namespace", name)
+    prefix = "pod-security.kubernetes.io"
+    known = {f"{prefix}/{mode}": level for mode, level in labels.items()}
+    metadata = {"name": name, "labels": known}
+    made = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
+    told("create", "-f", "-", given=json.dumps(made))
     try:
-        for mode, level in labels.items():
-            told("label", "namespace", name, f"pod-security.kubernetes.io/{mode}={level}")
         yield name
     finally:
         told("delete", "namespace", name, "--wait=false")
@@ -77,7 +86,10 @@ def foreign_kinds() -> Iterator[None]:
     try:
         if missing:
             told("create", "-f", "-", given=as_list(missing))
-            told("wait", "--for=condition=Established", "--timeout=60s", *names)
+            told("wait", "--for=condition=Established", "--timeout=100s", *names)
+            # The API server lists a kind a moment after it has made it.
+            kinds = {each["metadata"]["name"] for each in missing}
+            eventually(lambda: kinds <= set(api_resources()), TIMEOUT_S, "all kinds are listed")
         yield
     finally:
         if missing:

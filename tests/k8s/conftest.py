@@ -21,7 +21,7 @@ from tests.k8s.release import DISK_MIB, Release
 
 CPU_IMAGE = os.environ.get("BATON_IMAGE_CPU", "localhost/baton-cpu:dev")
 ENGINE_IMAGE = os.environ.get("BATON_IMAGE_ENGINE", "localhost/baton-engine-cpu:dev")
-NAMESPACE_GONE_S = 180.0
+NAMESPACE_GONE_S = 300.0
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,11 @@ from contextlib import asynccontextmanager
 from tests.k8s.release import Release
 
 CONNECT_S = 3.0
+ROUTED_S = 60.0
+POLL_S = 0.2
+
+_routed: set[str] = set()
+"""Addresses that have answered: routes lead to Services here."""
 
 
 @asynccontextmanager
@@ -29,12 +34,20 @@ async def reached(release: Release) -> AsyncIterator[tuple[str, str]]:
 
 
 async def _answers(address: str) -> bool:
+    """Whether a route leads there. Where one is known, one that is slow to answer has longer."""
     host, _, port = address.rpartition(":")
     try:
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(ROUTED_S if _routed else CONNECT_S):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    break
+                except ConnectionRefusedError:
+                    # By the node, as long as it has no router for the Service.
+                    await asyncio.sleep(POLL_S)
     except (OSError, TimeoutError):
         return False
     writer.close()
     await writer.wait_closed()
+    _routed.add(address)
     return True

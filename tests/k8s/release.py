@@ -13,7 +13,7 @@ from tests.k8s.charts import CHART, COMPONENTS, CPU, ENGINES
 from tests.k8s.cluster import Cluster, Failed
 
 INSTALL_S = 300.0
-ROLLOUT_S = 180.0
+ROLLOUT_S = 300.0
 METRICS_PORT = 9090
 DISK_MIB = 64
 """Of the node's disk, for each decode pod that has this limit."""
@@ -61,7 +61,7 @@ class Release:
         return self.cluster.helm("test", self.name, timeout_s=timeout_s)
 
     def uninstall(self) -> None:
-        self.cluster.helm("uninstall", self.name, "--wait", timeout_s=120)
+        self.cluster.helm("uninstall", self.name, "--wait", timeout_s=INSTALL_S)
 
     def scale(self, component: str, replicas: int, timeout_s: float = ROLLOUT_S) -> None:
         """Returns when that many pods are ready; those that leave may still be leaving."""
@@ -150,9 +150,15 @@ class Release:
 
     def metric(self, component: str, name: str, *labels: str) -> float:
         """The sum over a component's pods that are ready."""
-        ready = [pod for pod in self.pods(component) if _is_ready(pod)]
-        names = [pod["metadata"]["name"] for pod in ready]
-        return sum(total(self.metrics(pod), name, *labels) for pod in names)
+        found = 0.0
+        for pod in filter(_is_ready, self.pods(component)):
+            try:
+                found += total(self.metrics(pod["metadata"]["name"]), name, *labels)
+            except Failed:
+                # One that leaves meanwhile does not count.
+                if pod["metadata"]["name"] in self.pod_names(component):
+                    raise
+        return found
 
     def service_address(self, port: str) -> str:
         """host:port of the router's Service, for those that its cluster lets in."""

@@ -56,7 +56,7 @@ async def test_work_for_the_tokenizer_scales_it_alone(
 
 async def _tokenize(http: str) -> None:
     """Keeps a tokenizer busy until it is cancelled."""
-    async with httpx.AsyncClient(base_url=f"http://{http}", timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=f"http://{http}", timeout=120, trust_env=False) as client:
         number = 0
         while True:
             number += 1

@@ -52,7 +52,7 @@ async def asking(release: Release) -> AsyncIterator[httpx.AsyncClient]:
     router = release.pod_names("router")[0]
     async with (
         release.cluster.forward(f"pod/{router}", 8000) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120) as client,
     ):
         yield client
 

@@ -62,8 +62,8 @@ async def test_a_chat_from_outside_over_grpc(release: Release) -> None:
         release.cluster.forward(f"service/{release.object('router')}", 50051) as port,
         AsyncClient(f"127.0.0.1:{port}") as client,
     ):
-        assert [model.name for model in await client.models(timeout_s=30)] == [MODEL]
-        answer = await client.chat(QUESTION, max_tokens=32, temperature=0.0, timeout_s=60).read()
+        assert [model.name for model in await client.models(timeout_s=120)] == [MODEL]
+        answer = await client.chat(QUESTION, max_tokens=32, temperature=0.0, timeout_s=120).read()
     assert "7" in answer.text
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.k8s.charts import COMPONENTS
 from tests.k8s.disturbance import (
     SETTLED_STREAMS,
+    STREAMS,
     Reference,
     gone,
     loaded,
@@ -35,7 +36,7 @@ async def test_a_pool_grows_and_shrinks(
         await asyncio.to_thread(release.scale, component, len(old))
         await gone(release, old[:1])
         await load.more(SETTLED_STREAMS)
-    load.tally.check(at_least=3 * SETTLED_STREAMS)
+    load.tally.check(at_least=STREAMS + 2 * SETTLED_STREAMS)
 
 
 async def test_without_prefill_decode_does_it_all(release: Release, reference: Reference) -> None:
@@ -48,4 +49,4 @@ async def test_without_prefill_decode_does_it_all(release: Release, reference: R
         for pod in await asyncio.to_thread(release.pods, "prefill"):
             await traffic_reaches(release, "prefill", pod)
         await load.more(SETTLED_STREAMS)
-    load.tally.check(at_least=3 * SETTLED_STREAMS)
+    load.tally.check(at_least=STREAMS + 2 * SETTLED_STREAMS)

@@ -27,7 +27,7 @@ KEYS, KEY = f"{NAME}-keys", f"{NAME}-key"
 PUBLIC = f"{NAME}-public"
 QUESTION = "What is 3 + 4? " * 20
 """Long enough to be prefilled at the prefill worker."""
-SECRETS_S = 180.0
+SECRETS_S = 300.0
 """The kubelet brings a changed Secret to its pods in its own time."""
 
 
@@ -104,7 +104,7 @@ async def chat(secured: Secured, key: str) -> str:
         AsyncClient(f"127.0.0.1:{port}", api_key=key, tls=secured.ca) as client,
     ):
         return (
-            await client.chat(QUESTION, max_tokens=16, temperature=0.0, timeout_s=60).read()
+            await client.chat(QUESTION, max_tokens=16, temperature=0.0, timeout_s=120).read()
         ).text
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from batonlm.client import AsyncClient
+from tests.e2e.relay import eventually
 from tests.k8s.charts import COMPONENTS
 from tests.k8s.cluster import Cluster
 from tests.k8s.conftest import CPU_IMAGE, ENGINE_IMAGE
@@ -68,13 +69,12 @@ def other(cluster: Cluster) -> Iterator[Release]:
 async def test_two_releases_know_nothing_of_each_other(release: Release, other: Release) -> None:
     for one, models in ((release, [FIRST]), (other, [SECOND, THIRD])):
         async with client(one) as asking:
-            known = {each.name for each in await asking.models(timeout_s=60)}
+            known = {each.name for each in await asking.models(timeout_s=120)}
             # One without workers is not listed.
             assert {models[0]} <= known <= set(models)
             assert "7" in await answer(asking, "")
         for role in ("tokenizer", "prefill", "detokenizer"):
-            labels = (f'role="{role}"', 'state="serving"')
-            assert one.metric("router", "baton_workers", *labels) == len(one.pods(role))
+            knows_its_own(one, role)
         await asyncio.to_thread(one.test)
     for component in COMPONENTS:
         (pod,) = other.pod_names(component)
@@ -121,6 +121,16 @@ async def answer(asking: AsyncClient, model: str) -> str:
     return (await chat.read()).text
 
 
+def knows_its_own(release: Release, role: str) -> None:
+    """Returns when routers serve by as many workers of a role as the release has pods of it."""
+    labels = (f'role="{role}"', 'state="serving"')
+
+    def holds() -> bool:
+        return release.metric("router", "baton_workers", *labels) == len(release.pods(role))
+
+    eventually(holds, WITHIN_S, f"{release.name} knows its own workers of the role {role}")
+
+
 def decoded(release: Release, pool: str) -> float:
     return release.metric(pool, "baton_decode_tokens_total")
 
@@ -131,8 +141,17 @@ async def until_nothing_is_left(release: Release) -> None:
     while names := await asyncio.to_thread(release.pod_names, SMALL):
         assert time.monotonic() < until, f"{names} are still there"
         await asyncio.sleep(POLL_S)
+    # The event is made after the change that it tells of.
+    why = "from 1 to 0: routers ask for 0"
+    while why not in (told := await asyncio.to_thread(scalings, release)):
+        assert time.monotonic() < until, told
+        await asyncio.sleep(POLL_S)
+
+
+def scalings(release: Release) -> str:
+    """What the planner's events say."""
     events = release.cluster.get("events", "--field-selector", "reason=Scaled")["items"]
-    assert any("from 1 to 0: routers ask for 0" in each["message"] for each in events), events
+    return "\n".join(each["message"] for each in events)
 
 
 async def ready(release: Release) -> None:
