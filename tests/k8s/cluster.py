@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,6 +14,13 @@ from typing import Any
 
 COMMAND_S = 120.0
 FORWARD_S = 120.0
+ANSWER_S = 60.0
+
+NO_ANSWER = (
+    "Unable to connect to the server", "The connection to the server", "etcdserver: ",
+    "Error from server (Timeout)",
+)  # fmt: skip
+"""What kubectl says when the API server, not the request, is at fault."""
 
 _FORWARDING = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
 
@@ -51,8 +59,16 @@ class Cluster:
         return self.run("helm", "-n", self.namespace, *words, timeout_s=timeout_s)
 
     def get(self, *words: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
-        return found
+        """What there is. An API server whose node is too busy to answer is asked again."""
+        until = time.monotonic() + ANSWER_S
+        while True:
+            try:
+                found: dict[str, Any] = json.loads(self.kubectl("get", *words, "-o", "json"))
+                return found
+            except Failed as error:
+                if time.monotonic() > until or not any(each in str(error) for each in NO_ANSWER):
+                    raise
+            time.sleep(1)
 
     def pods(self, selector: str) -> list[dict[str, Any]]:
         """Those that nobody has asked to leave."""
