@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from batonlm.cli import state
+
 IDLE_S = 120.0
 """A bound for liveness: a router's session may be kept for seconds after its stream broke."""
 
@@ -25,11 +27,14 @@ SOURCES: dict[object, Callable[[], Iterable[RunningWorker]]] = {}
 
 @dataclass(frozen=True)
 class RunningWorker:
-    """metrics: its URL. token: of Baton's own processes, which a router with keys asks for."""
+    """metrics: its URL. token: of Baton's own processes, which a router with keys asks for.
+    started: as `state.started` says it, of a process that may have ended long ago; "" where the
+    pid cannot be another process's by now."""
 
     pid: int
     metrics: str
     token: str = ""
+    started: str = ""
 
     def read(self) -> str:
         """Its metrics. Raises OSError."""
@@ -57,7 +62,7 @@ def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
     """Waits until the process is idle and asserts that it holds nothing then."""
     deadline = time.monotonic() + idle_s
     told: object = "nothing"
-    while runs(worker.pid):
+    while runs(worker):
         try:
             told = held(worker.read())
         except (urllib.error.URLError, OSError) as error:
@@ -74,9 +79,11 @@ def check_all() -> None:
             check(worker)
 
 
-def runs(pid: int) -> bool:
+def runs(worker: RunningWorker) -> bool:
+    if worker.started and worker.started != state.started(worker.pid):
+        return False
     try:
-        status = psutil.Process(pid).status()
+        status = psutil.Process(worker.pid).status()
     except psutil.NoSuchProcess:
         return False
     return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, psutil.STATUS_DEAD)

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from batonlm.cli import state
 from batonlm.cli.layout import APART
 from batonlm.cli.ports import free_ports
 from batonlm.rpc import peers
@@ -111,9 +112,8 @@ class Relay:
         started = self.baton("up", "--detach", *ports, *flags, timeout=START_TIMEOUT_S)
         assert started.returncode == 0, started.stderr + self.logs()
         self.description = json.loads(started.stdout)
-        state = json.loads((folder / "baton" / "up.json").read_text())
-        self.supervisor = int(state["pid"])
         self.state_file = folder / "baton" / "up.json"
+        self.supervisor = int(json.loads(self.state_file.read_text())["pid"])
         self.channel = grpc.insecure_channel(self.description["grpc"])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
         leaks.SOURCES[self] = self.workers
@@ -151,7 +151,8 @@ class Relay:
         if not self.state_file.exists():
             return []
         found = [p for p in self.processes() if p["role"] in ("router", "prefill", "decode")]
-        return [leaks.RunningWorker(p["pid"], p["metrics"], self._token()) for p in found]
+        token = self._token()
+        return [leaks.RunningWorker(p["pid"], p["metrics"], token, p["started"]) for p in found]
 
     def _token(self) -> str:
         return str(json.loads(self.state_file.read_text())["token"])
@@ -175,12 +176,14 @@ class Relay:
         return max(self.processes(role), key=lambda p: there.get(p["pid"], 0.0))
 
     def wait_for_all(self, gone: int = 0) -> None:
-        """Until the router sees every worker serve. gone: a pid in whose place there is another."""
+        """Until all processes run and the router sees every worker serve. gone: a pid in whose
+        place there is another."""
 
         def serve() -> bool:
             found = self.processes()
-            serving = self.metric(self.router, "baton_workers", state="serving")
-            return gone not in [p["pid"] for p in found] and serving == len(found) - 1
+            if gone in [p["pid"] for p in found] or not all(map(state.alive, found)):
+                return False
+            return self.metric(self.router, "baton_workers", state="serving") == len(found) - 1
 
         eventually(serve, PATIENCE_S, "all workers serve")
 
