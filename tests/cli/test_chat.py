@@ -32,6 +32,7 @@ from batonlm.core.errors import (
 )
 from batonlm.core.request.request import ChatPrompt
 from batonlm.rpc.server import ProcessServer
+from tests.nobody import nobody
 from tests.services.router_http.scripted import Scripted, grpc_server, whole_answer
 
 PATIENCE_S = 120.0
@@ -121,9 +122,10 @@ def test_the_address_is_that_of_the_running_baton(
 
 
 def test_nothing_listens() -> None:
-    with serving(Scripted()) as address:
-        pass
-    with pytest.raises(Unavailable, match=f"nothing listens on {address}.*baton up"):
+    with (
+        nobody() as address,
+        pytest.raises(Unavailable, match=f"nothing listens on {address}.*baton up"),
+    ):
         chat.run(parsed("hello", "--grpc", address))
 
 

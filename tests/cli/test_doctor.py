@@ -16,6 +16,7 @@ from batonlm.cli import checks, doctor, state
 from batonlm.cli.access import Access, access_of, add_arguments
 from batonlm.cli.checks import Finding, Status, ok, warn
 from tests.cli.test_chat import serving
+from tests.nobody import nobody
 from tests.services.router_http.scripted import Scripted
 
 BUNDLED = Path(str(files("batonlm"))) / "models" / "baton-tiny"
@@ -133,9 +134,8 @@ def test_a_baton_that_is_not_ready() -> None:
 
 def test_no_baton_is_a_failure_only_where_one_was_named(address: str) -> None:
     assert doctor.running(there(None)).status is Status.OK
-    with serving(Scripted()) as gone:
-        pass
-    finding = doctor.running(there(gone))
+    with nobody() as gone:
+        finding = doctor.running(there(gone))
     assert finding.status is Status.FAIL and gone in finding.detail
 
 

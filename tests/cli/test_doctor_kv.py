@@ -20,6 +20,7 @@ import pytest
 from batonlm.cli import doctor
 from batonlm.core.errors import InvalidArgument
 from tests.cli.test_chat import serving
+from tests.nobody import nobody
 from tests.services.router_http.scripted import Scripted
 
 PEER = "10.77.0.1:7001"
@@ -41,8 +42,8 @@ def asked(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str
 
 
 @contextmanager
-def started(*command: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[int, str]]:
-    """Process id and address of a process that announces where it listens."""
+def started(*command: str, prefix: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """What a process announces, where it listens, and its `pid`."""
     process = subprocess.Popen(
         [*prefix, sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True
     )
@@ -50,7 +51,7 @@ def started(*command: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[int, 
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, "it did not start"
-        yield process.pid, json.loads(line)["listen"]
+        yield json.loads(line) | {"pid": process.pid}
     finally:
         process.kill()
         process.communicate()
@@ -58,10 +59,11 @@ def started(*command: str, prefix: tuple[str, ...] = ()) -> Iterator[tuple[int, 
 
 @contextmanager
 def listening(*flags: str) -> Iterator[tuple[int, str]]:
+    """Process id and address."""
     with started(
         "batonlm.cli.main", "doctor", "kv", "--json", "--listen", "127.0.0.1:0", *flags
     ) as process:
-        yield process
+        yield process["pid"], process["listen"]
 
 
 @pytest.mark.deep
@@ -79,15 +81,12 @@ def test_over_tcp(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.deep
-def test_a_worker_that_serves(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, unused_tcp_port: int
-) -> None:
+def test_a_worker_that_serves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By shared memory, as on one machine, and the worker has done no hand-over by it."""
-    metrics = f"127.0.0.1:{unused_tcp_port}"
     flags = ("prefill", "--model", str(tmp_path), "--transport", "nixl")
-    with started("batonlm.testing.worker", *flags, "--metrics-listen", metrics) as (_, address):
-        code, found = asked(capsys, "--peer", address, "--transport", "nixl")
-        with urlopen(f"http://{metrics}/metrics", timeout=120) as answer:
+    with started("batonlm.testing.worker", *flags, "--metrics-listen", "127.0.0.1:0") as worker:
+        code, found = asked(capsys, "--peer", worker["listen"], "--transport", "nixl")
+        with urlopen(f"http://{worker['metrics']}/metrics", timeout=120) as answer:
             lines = answer.read().decode().splitlines()
     assert code == 0, found
     assert found["peer"]["detail"].startswith("prefill at")
@@ -110,9 +109,8 @@ def test_a_peer_that_keeps_its_kv_to_its_machine(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.deep
 def test_nobody_and_strangers(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-    code, found = asked(capsys, "--peer", f"127.0.0.1:{port}")
+    with nobody() as address:
+        code, found = asked(capsys, "--peer", address)
     assert code == 1 and "nothing answers" in found["peer"]["detail"]
     with serving(Scripted()) as router:
         code, found = asked(capsys, "--peer", router)

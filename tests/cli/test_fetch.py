@@ -18,6 +18,7 @@ from batonlm.registry.cache import fetched, whole
 from batonlm.registry.digest import MANIFEST, Contents, fetched_digest, model_digest
 from batonlm.registry.sources import File, FolderSource, HubSource, source_of
 from tests.cli.hub import MODEL, Hub
+from tests.nobody import nobody
 
 FILES = {
     "config.json": b"{}",
@@ -25,6 +26,8 @@ FILES = {
     "model.safetensors": bytes(range(256)) * 4096,
     "1_Pooling/config.json": b"{  }",
 }
+WAIT_S = 120.0
+"""A bound for liveness."""
 SKIPPED = {"pytorch_model.bin": b"pickled", "notes.txt": b".", "onnx/config.json": b"[]"}
 
 
@@ -176,23 +179,23 @@ def test_two_at_once_fetch_once(folder: Path, tmp_path: Path) -> None:
     class Slow(FolderSource):
         def copy(self, file: File, into: Path) -> Contents:
             copying.set()
-            assert go_on.wait(20)
+            assert go_on.wait(WAIT_S)
             copied.append(file.name)
             return super().copy(file, into)
 
     def one(say: threading.Event) -> None:
-        fetched(Slow(folder), tmp_path / "cache", lambda _: say.set(), weights=True, wait_s=20)
+        fetched(Slow(folder), tmp_path / "cache", lambda _: say.set(), weights=True, wait_s=WAIT_S)
 
     waits = threading.Event()
     first = threading.Thread(target=one, args=(threading.Event(),))
     second = threading.Thread(target=one, args=(waits,))
     first.start()
-    assert copying.wait(20)
+    assert copying.wait(WAIT_S)
     second.start()
-    assert waits.wait(20)
+    assert waits.wait(WAIT_S)
     go_on.set()
     for thread in (first, second):
-        thread.join(20)
+        thread.join(WAIT_S)
     assert sorted(copied) == sorted(FILES)
     assert holds(tmp_path / "cache" / FolderSource(folder).name) == FILES
 
@@ -271,12 +274,8 @@ def test_up_names_what_the_hub_refuses(
 ) -> None:
     hub = Hub(FILES)
     hub.token = token or ""
-    with hub.serving():
-        url = hub.url
-        if token is not None:
-            told = refused_up(url, model, tmp_path)
-    if token is None:
-        told = refused_up(url, model, tmp_path)
+    with hub.serving() if token is not None else nobody() as refuses:
+        told = refused_up(hub.url or f"http://{refuses}", model, tmp_path)
     assert said in told and told.startswith("baton up: ") and told.count("\n") == 1
 
 
@@ -389,5 +388,7 @@ def test_a_hub_that_refuses_or_lies(tmp_path: Path) -> None:
         hub.damaged = False
         code, said, told = command(hub, cache, HF_TOKEN="right")
         assert code == 0 and holds(Path(said)) == FILES, told
-    code, _, told = command(hub, tmp_path / "other")
+    with nobody() as address:
+        hub.url = f"http://{address}"
+        code, _, told = command(hub, tmp_path / "other")
     assert code == 1 and "cannot be reached" in told and "Traceback" not in told
