@@ -20,7 +20,7 @@ from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.rpc.server import ProcessServer
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import REQUEST, begin
+from tests.services.router.disturbed import REQUEST, begin, busy
 from tests.services.router.test_explain import SPLIT, http_of
 
 KEEPING = replace(SPLIT, keep_replays=True)
@@ -134,6 +134,7 @@ async def test_a_grammar_is_told_only_when_its_text_is_asked_for(world: World) -
 
 async def test_what_is_not_there(world: World, tmp_path: Path) -> None:
     stream, answer = await begin(world, REQUEST, 3)
+    busy(world).stepping.clear()
     path = f"/requests/{answer.accepted.request_id}"
     async with http_of(world) as http:
         running = await http.get(f"{path}?replay")
