@@ -25,7 +25,8 @@ def answer(status: int, said: object, *headers: str) -> bytes:
 
 @asynccontextmanager
 async def serving(say: Say, most: list[int] | None = None, port: int = 0) -> AsyncIterator[Access]:
-    """most: its only item becomes how many were being answered at once."""
+    """most: its only item becomes how many were being answered at once. port: see `claimed`; 0: a
+    free one."""
     number = out = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,7 +50,7 @@ async def serving(say: Say, most: list[int] | None = None, port: int = 0) -> Asy
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", port)
+    server = await asyncio.start_server(serve, "127.0.0.1", port, reuse_port=bool(port))
     host, bound = server.sockets[0].getsockname()
     try:
         yield Access(f"{host}:{bound}")

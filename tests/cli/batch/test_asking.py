@@ -13,8 +13,9 @@ from batonlm.cli.access import Access
 from batonlm.cli.batch import BatchClient, Limits, LineOutcome, Task
 from batonlm.cli.http_client import HttpClient
 from batonlm.core.errors import BatonError, Unauthenticated, Unavailable
-from batonlm.rpc.address import split
+from batonlm.rpc.address import claimed, split
 from tests.cli.batch.servers import CUT, answer, serving
+from tests.nobody import nobody
 from tests.services.router.conftest import until
 
 
@@ -99,24 +100,23 @@ async def test_what_would_come_again_is_the_lines_result() -> None:
 
 
 async def test_a_server_that_is_not_there_is_no_lines_fault() -> None:
-    async with serving(lambda *_: CUT) as gone:
-        pass
-    with pytest.raises(Unavailable):
-        await asked(gone, 3, away_s=0.05, attempts=1)
+    with nobody() as gone, pytest.raises(Unavailable):
+        await asked(Access(gone), 3, away_s=0.05, attempts=1)
 
 
 async def test_a_server_that_comes_back_is_waited_for() -> None:
     outcomes: list[LineOutcome] = []
-    async with serving(lambda _, body: answer(200, body, "connection: close")) as where:
-        client = HttpClient(where)
+    with claimed("127.0.0.1:0", "listen") as (address, _):
+        port = split(address, "listen")[1]
+        client = HttpClient(Access(address))
         made = BatchClient(client, Limits(attempts=1, away_s=60.0), outcomes.append)
-        await made.run(iter([Task(0, "0", "/v1/completions", b"{}")]))
-    running = asyncio.create_task(made.run(iter([Task(1, "1", "/v1/completions", b"{}")])))
-    await until(lambda: made.away_since is not None)
-    port = split(where.address, "http")[1]
-    async with serving(lambda _, body: answer(200, body), port=port):
-        await running
-    await client.close()
+        async with serving(lambda _, body: answer(200, body, "connection: close"), port=port):
+            await made.run(iter([Task(0, "0", "/v1/completions", b"{}")]))
+        running = asyncio.create_task(made.run(iter([Task(1, "1", "/v1/completions", b"{}")])))
+        await until(lambda: made.away_since is not None)
+        async with serving(lambda _, body: answer(200, body), port=port):
+            await running
+        await client.close()
     assert len(outcomes) == 2
 
 
