@@ -257,7 +257,9 @@ def test_a_hub_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         code, _, told = command(hub, tmp_path / "cache", HF_HUB_DOWNLOAD_TIMEOUT="1")
-    assert code == 1 and "the hub cannot be reached" in told
+        assert code == 1 and "the hub cannot be reached" in told
+        told = refused_up(hub.url, MODEL, tmp_path, HF_HUB_DOWNLOAD_TIMEOUT="1")
+        assert "is no folder, and the hub cannot be reached" in told
 
 
 @pytest.mark.parametrize(

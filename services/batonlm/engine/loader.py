@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from batonlm.core.errors import Internal, InvalidArgument
+from batonlm.core.errors import BatonError, Internal, InvalidArgument
 from batonlm.core.request.model import KV_DTYPES, SCALED, KvLayout, ModelDescription
 from batonlm.engine.attention.interface import INTERFACE, ForwardPass, LayerArguments, paged
 from batonlm.engine.attention.own import OwnAttention, cache_layers, keeps_states, probe_own
@@ -46,6 +46,7 @@ from batonlm.engine.memory import size
 from batonlm.engine.quantized import settle
 from batonlm.registry.cache import differing
 from batonlm.registry.digest import fetched_digest, model_digest
+from batonlm.registry.sources import hub_folder
 
 log = logging.getLogger(__name__)
 
@@ -339,13 +340,10 @@ def _folder(model: str, files: list[str]) -> Path:
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise UnsupportedModel(f"model {path.name} is neither a folder nor a hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
     try:
-        return Path(snapshot_download(model, allow_patterns=files))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UnsupportedModel(f"model {model} cannot be fetched from the hub") from error
+        return hub_folder(model, files)
+    except BatonError as error:
+        raise UnsupportedModel(error.message) from error
 
 
 def _settings(folder: Path) -> tuple[Any, Scheme | None]:

@@ -230,13 +230,23 @@ def is_wanted(name: str, weights: bool) -> bool:
 
 def hub_folder(model: str, files: Sequence[str] = (*OTHERS, WEIGHTS)) -> Path:
     """Returns the folder of a hub model in the hub library's own cache, after a download if its
-    files of these patterns are not complete there. Raises InvalidArgument or Unavailable with the
-    reason."""
-    from huggingface_hub import snapshot_download
+    files of these patterns are not complete there; with a hub that does not answer, what is there.
+    Raises InvalidArgument or Unavailable with the reason."""
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    answers = True
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        # The library's own listing has no deadline.
+        HfApi().model_info(model, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):
+        pass  # It is met again below, where what is in the cache stands for some.
+    except Exception:  # the exceptions differ between releases of the library
+        answers = False
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=list(files), local_files_only=not answers)
+        )
     except HFValidationError:
         raise InvalidArgument(f"{model!r} is no hub id", field="model") from None
     except HfHubHTTPError as error:
