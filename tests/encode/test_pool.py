@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -49,6 +50,7 @@ from batonlm.v1.inference_pb2_grpc import InferenceStub
 from tests.encode.models import QUERY, SIZE, TEXTS, saved
 from tests.services.router.conftest import until
 
+PATIENCE_S = 120.0
 EXECUTOR = ThreadPoolExecutor(1, "model")
 """One for all models of the tests: they are small, and one event loop runs at a time."""
 
@@ -351,13 +353,17 @@ async def test_when_a_worker_dies_another_one_takes_over(models: dict[str, Encod
     async with running(*workers) as baton:
         texts = [f"text {number}" for number in range(400)]
         expected = alone(models["bert-cls"], *texts)
-        held = EXECUTOR.submit(lambda: asyncio.run(asyncio.sleep(0.2)))
+        may_compute = threading.Event()
+        held = EXECUTOR.submit(may_compute.wait, PATIENCE_S)
         asking = asyncio.create_task(baton.pipeline.vectors(asked(Tenant(), *texts)))
         first = workers[0].servicer
         assert first is not None
-        await until(lambda: first.inputs.num > 0)
-        await workers[0].stop()
-        held.result()
+        try:
+            await until(lambda: first.inputs.num > 0)
+            await workers[0].stop()
+        finally:
+            may_compute.set()
+        assert held.result()
         found = await asking
         for numbers, vector in zip(found.numbers, expected, strict=True):
             assert near(struct.unpack(f"<{SIZE}f", numbers), vector)
