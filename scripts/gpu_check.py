@@ -46,7 +46,7 @@ COMMAND_S = 570.0
 TAIL_LINES = 40
 SHORTEST_S = 5.0
 """A part is not begun with less than this left."""
-DYING_S = 0.5
+DYING_S = 5.0
 """How long a part that ran out of time may write where it stood."""
 
 
@@ -103,7 +103,8 @@ class Processes:
         except subprocess.TimeoutExpired:
             # Python's faulthandler writes where every thread stands.
             process.send_signal(signal.SIGABRT)
-            time.sleep(DYING_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(DYING_S)
             raise
         finally:
             self._end(process)

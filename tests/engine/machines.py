@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import gettempdir
@@ -74,11 +74,12 @@ def _second_machine() -> Iterator[SecondMachine]:
 
 def ranks_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The ranks that a second machine runs, in their order."""
-    found = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "batonlm.engine.ranks" in child.cmdline()
-    ]
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        # Others come and go there.
+        with suppress(psutil.NoSuchProcess):
+            if "batonlm.engine.ranks" in child.cmdline():
+                found.append(child)
     return sorted(found, key=lambda child: child.pid)
 
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -152,7 +153,7 @@ def test_all_end_with_any_part(victim: str, cluster: Cluster, saved: Callable[[s
             (driver,) = launcher.pids
             os.kill(driver, 9)
         with pytest.raises(Internal, match="rank"):
-            for number in range(8, 10_000):
+            for number in count(8):
                 runner.submit(StepPlan(number, ()))
                 runner.collect()
         assert died.wait(PATIENCE_S)
@@ -217,6 +218,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _short(ends: ExitStack, folder: Path) -> Path:
     """A short name of a folder."""
     link = Path(f"/tmp/ray{os.getpid()}")
+    # Of a process that was killed and had the same id.
+    link.unlink(missing_ok=True)
     link.symlink_to(folder)
     ends.callback(link.unlink)
     return link
