@@ -464,6 +464,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.tamper: Tamper = lambda tokens: tokens
         """Changes a frame's tokens before they are sent."""
         self.step_s = 0.001
+        self.last_position: int | None = None
+        """If set, steps generate no token of an output beyond this position."""
         self.break_stream = asyncio.Event()
         self.hellos: list[decode_pb2.SessionHello] = []
         self._frames: defaultdict[str, decode_pb2.StepFrame] = defaultdict(decode_pb2.StepFrame)
@@ -667,6 +669,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         position = running.attempt.position + len(made)
         ahead = position - running.confirmed.get(choice, running.attempt.position)
         if running.max_unconfirmed and ahead >= running.max_unconfirmed:
+            return
+        if self.last_position is not None and position > self.last_position:
             return
         self.furthest_ahead = max(self.furthest_ahead, ahead + 1)
         output = [entry.token_ids[0] for entry in made]

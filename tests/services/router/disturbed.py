@@ -40,6 +40,21 @@ async def begin(world: World, request: Request, num_tokens: int = 3) -> tuple[Ev
     return stream, answer
 
 
+async def begin_and_pause(
+    world: World, request: Request, num_tokens: int = 3
+) -> tuple[EventStream, Answer, ScriptedDecode]:
+    """As `begin`, and the decode worker that it runs on. That one goes no further: what a test does
+    to it comes amid the answer, however slow the machine is."""
+    for decode in world.decodes:
+        decode.last_position = num_tokens + 10
+    stream, answer = await begin(world, request, num_tokens)
+    paused = busy(world)
+    for decode in world.decodes:
+        if decode is not paused:
+            decode.last_position = None
+    return stream, answer, paused
+
+
 async def finish(stream: EventStream, answer: Answer) -> Answer:
     async with asyncio.timeout(PATIENCE_S):
         async for event in stream:

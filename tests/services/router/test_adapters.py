@@ -16,7 +16,7 @@ from batonlm.core.routing.load import WorkerState
 from batonlm.router.config import RouterConfig
 from batonlm.testing import language
 from tests.services.router.conftest import PATIENCE_S, World, until
-from tests.services.router.disturbed import REQUEST, begin, check, finish
+from tests.services.router.disturbed import REQUEST, begin, begin_and_pause, check, finish
 
 NAME = language.MODEL.name
 SPLIT = RouterConfig(local_prefill_tokens=0, wait_timeout_s=PATIENCE_S)
@@ -81,8 +81,7 @@ async def test_a_lost_worker_is_replaced_by_one_that_has_it(world: World) -> Non
     await start(world)
     world.decodes[1].change_adapters(FRENCH, LEGAL)
     world.prefills[1].change_adapters(FRENCH, LEGAL)
-    stream, answer = await begin(world, replace(REQUEST, model="org/legal"), 12)
-    (ran,) = [one for one in world.decodes if one.starts]
+    stream, answer, ran = await begin_and_pause(world, replace(REQUEST, model="org/legal"), 12)
     await ran.kill()
     check(await finish(stream, answer))
     attempts = [start for one in world.decodes for start in one.starts]
@@ -92,8 +91,9 @@ async def test_a_lost_worker_is_replaced_by_one_that_has_it(world: World) -> Non
 async def test_it_waits_for_a_decode_worker_that_comes_back_without_it(world: World) -> None:
     await start(world)
     address = world.addresses["decode"][0]
-    stream, answer = await begin(world, replace(REQUEST, model="org/legal"), 12)
-    await world.decodes[0].kill()
+    stream, answer, ran = await begin_and_pause(world, replace(REQUEST, model="org/legal"), 12)
+    assert ran is world.decodes[0]
+    await ran.kill()
     waiting = asyncio.create_task(world.ask(replace(REQUEST, model="org/legal")))
     for _ in range(4):
         check(await world.ask(replace(REQUEST, model="french")))
@@ -112,11 +112,11 @@ async def test_a_request_fails_at_once_whose_adapter_was_unloaded_before_its_ret
     world: World,
 ) -> None:
     await start(world)
-    stream, answer = await begin(world, replace(REQUEST, model="org/legal"), 3)
+    stream, answer, ran = await begin_and_pause(world, replace(REQUEST, model="org/legal"))
     for pool in (world.prefills, world.decodes):
         pool[0].change_adapters(FRENCH)
     await until(lambda: listed(world) == [(NAME, "french")])
-    await world.decodes[0].kill()
+    await ran.kill()
     with pytest.raises(NotFound, match="unloaded"):
         await finish(stream, answer)
     await stream.aclose()

@@ -163,10 +163,10 @@ async def test_the_answer_is_held_for_so_many_tokens_and_no_longer(world: World)
     await start(world)
     small = world.decodes[0]
     small.stepping.clear()
+    small.last_position = LOGPROB.tokens - 1
     opening = asyncio.create_task(world.pipeline.open(ask(SURE)))
     await until(lambda: len(small.starts) == 1)
     assert not opening.done()
-    small.step_s = 0.002
     small.stepping.set()
     stream = await opening
     # It has begun and not ended: the rest is streamed.

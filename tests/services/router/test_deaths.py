@@ -20,15 +20,25 @@ from batonlm.router.config import RouterConfig
 from batonlm.testing import language
 from batonlm.testing.scripted import ScriptedDetokenizer
 from tests.services.router.conftest import PATIENCE_S, Answer, World, read, until
-from tests.services.router.disturbed import EXPECTED, IDS, REQUEST, TEXT, begin, busy, check, finish
+from tests.services.router.disturbed import (
+    EXPECTED,
+    IDS,
+    REQUEST,
+    TEXT,
+    begin,
+    begin_and_pause,
+    busy,
+    check,
+    finish,
+)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("n", [1, 4])
 async def test_decode_dies_in_the_middle(world: World, n: int) -> None:
     await world.start(decodes=2)
-    stream, answer = await begin(world, replace(REQUEST, n=n), 12)
-    await busy(world).kill()
+    stream, answer, victim = await begin_and_pause(world, replace(REQUEST, n=n), 12)
+    await victim.kill()
     check(await finish(stream, answer), n)
     starts = [start for decode in world.decodes for start in decode.starts]
     assert {start.attempt for start in starts} >= {0, 1}
@@ -44,6 +54,8 @@ async def test_choices_that_ended_do_not_move(world: World) -> None:
     lengths = [len(language.answer(IDS, 11, c, 120)[0]) for c in range(4)]
     first, last = min(lengths), max(lengths)
     assert first + 5 < last
+    for decode in world.decodes:
+        decode.last_position = first
     stream, answer = await begin(world, replace(REQUEST, seed=11, n=4, ignore_eos=False), 1)
     victim = busy(world)
     async with asyncio.timeout(PATIENCE_S):
@@ -51,6 +63,8 @@ async def test_choices_that_ended_do_not_move(world: World) -> None:
             answer.add(await anext(stream))  # type: ignore[arg-type]
     ended = set(answer.last)
     await victim.kill()
+    for decode in world.decodes:
+        decode.last_position = None
     await finish(stream, answer)
     for choice in range(4):
         expected, reason = language.answer(IDS, 11, choice, 120)
@@ -63,9 +77,9 @@ async def test_choices_that_ended_do_not_move(world: World) -> None:
 
 async def test_the_only_decode_worker_dies_and_comes_back_as_another(world: World) -> None:
     await world.start()
-    stream, answer = await begin(world, REQUEST)
+    stream, answer, victim = await begin_and_pause(world, REQUEST)
     address = world.addresses["decode"][0]
-    await world.decodes[0].kill()
+    await victim.kill()
     replacement = world.new_decode()
     world.decodes.append(replacement)
     await replacement.start(address)
@@ -98,8 +112,7 @@ async def test_a_resumed_session_that_lost_a_sequence_runs_it_again(world: World
 @pytest.mark.deep
 async def test_a_silent_decode_worker_is_dead(world: World) -> None:
     await world.start(decodes=2)
-    stream, answer = await begin(world, REQUEST)
-    victim = busy(world)
+    stream, answer, victim = await begin_and_pause(world, REQUEST)
     victim.silent = True
     check(await finish(stream, answer))
     assert any(d.starts and d is not victim for d in world.decodes)
@@ -188,15 +201,15 @@ async def test_prefill_dies_after_its_kv_was_collected(world: World) -> None:
 @pytest.mark.parametrize("stop", ["", TEXT[90:94]])
 async def test_the_detokenizer_dies(world: World, stop: str) -> None:
     await world.start(detokenizers=2)
-    world.decodes[0].step_s = 0.01
     request = replace(REQUEST, sampling=SamplingParams(top_logprobs=2))
     expected, text = EXPECTED, TEXT
     if stop:
         request = replace(request, stop_strings=(stop,))
         expected, text = language.stopped(EXPECTED, stop) or ((), "")
-    stream, answer = await begin(world, request, 20)
+    stream, answer, decode = await begin_and_pause(world, request, 20)
     victim = next(d for d in world.detokenizers if d.openings)
     await victim.kill()
+    decode.last_position = None
     await finish(stream, answer)
     assert tuple(answer.token_ids[0]) == expected
     assert answer.texts[0] == text
@@ -210,16 +223,17 @@ async def test_the_detokenizer_dies(world: World, stop: str) -> None:
 async def test_the_only_detokenizer_dies_at_every_point_and_comes_back(world: World) -> None:
     await world.start()
     address = world.addresses["detokenizer"][0]
-    world.decodes[0].step_s = 0.01
-    stream, answer = await begin(world, REQUEST)
-    for _ in range(3):
+    stream, answer, decode = await begin_and_pause(world, REQUEST)
+    for last_position in (30, 60, 90):
         await world.detokenizers[-1].kill()
         world.detokenizers.append(ScriptedDetokenizer())
         await world.detokenizers[-1].start(address)
         before = len(answer.token_ids[0])
+        decode.last_position = last_position
         async with asyncio.timeout(PATIENCE_S):
             while len(answer.token_ids[0]) == before:
                 answer.add(await anext(stream))  # type: ignore[arg-type]
+    decode.last_position = None
     check(await finish(stream, answer))
 
 

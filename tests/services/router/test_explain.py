@@ -24,7 +24,16 @@ from batonlm.router.api.http.server import serve_http
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe import records
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import PROMPT, REQUEST, STEP_S, begin, busy, check, finish
+from tests.services.router.disturbed import (
+    PROMPT,
+    REQUEST,
+    STEP_S,
+    begin,
+    begin_and_pause,
+    busy,
+    check,
+    finish,
+)
 from tests.services.router.test_keys import Kept
 
 SPLIT = RouterConfig(local_prefill_tokens=0, prefills=("prefill:1",))
@@ -98,8 +107,7 @@ async def test_a_prefill_pool_that_is_not_ready_says_why(world: World) -> None:
 
 async def test_a_death_is_told_with_the_attempt_that_went_on(world: World) -> None:
     await world.start(SPLIT, decodes=2)
-    stream, answer = await begin(world, REQUEST, 5)
-    victim = busy(world)
+    stream, answer, victim = await begin_and_pause(world, REQUEST, 5)
     async with http_of(world) as http:
         running = await explained(http, answer.accepted.request_id)
         assert (running.state, running.stage) == ("running", "decode")
@@ -173,7 +181,7 @@ async def test_the_id_of_an_answer_will_do(world: World) -> None:
 
 async def test_a_client_that_left(world: World) -> None:
     await world.start(SPLIT)
-    stream, answer = await begin(world, REQUEST, 5)
+    stream, answer, _ = await begin_and_pause(world, REQUEST, 5)
     await stream.aclose()
     await until(world.nothing_left)
     async with http_of(world) as http:
@@ -207,8 +215,8 @@ async def test_a_tenant_sees_what_became_of_its_request_and_nothing_of_others(
     kept = Kept(tmp_path / "keys.json")
     mine = {"authorization": f"Bearer {kept.new('one')}"}
     await world.start(SPLIT, decodes=2)
-    stream, answer = await begin(world, REQUEST.of(Tenant("one")), 5)
-    await busy(world).kill()
+    stream, answer, victim = await begin_and_pause(world, REQUEST.of(Tenant("one")), 5)
+    await victim.kill()
     check(await finish(stream, answer))
     async with http_of(world, kept.authenticator()) as http:
         response = await http.get(f"/requests/{answer.accepted.request_id}", headers=mine)

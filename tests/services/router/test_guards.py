@@ -12,7 +12,7 @@ from batonlm.core.routing.failures import BreakerState
 from batonlm.router.config import RouterConfig
 from batonlm.router.request import pipeline
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import REQUEST, begin, busy, check, finish
+from tests.services.router.disturbed import REQUEST, begin_and_pause, check, finish
 
 MANY_ATTEMPTS = RouterConfig(local_prefill_tokens=0, max_attempts=10)
 
@@ -40,8 +40,8 @@ async def test_a_request_that_has_not_begun_is_not_retried_beyond_the_budget(
 async def test_a_stream_that_has_begun_asks_no_budget(world: World, one_retry: None) -> None:
     await world.start(MANY_ATTEMPTS, prefills=0, decodes=3)
     world.pipeline.services.budget.take(0.0)
-    stream, answer = await begin(world, REQUEST, 12)
-    await busy(world).kill()
+    stream, answer, victim = await begin_and_pause(world, REQUEST, 12)
+    await victim.kill()
     check(await finish(stream, answer))
 
 

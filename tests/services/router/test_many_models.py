@@ -40,7 +40,7 @@ from batonlm.testing.scripted import (
     ScriptedTokenizer,
 )
 from tests.services.router.conftest import PATIENCE_S, World, until
-from tests.services.router.disturbed import REQUEST, begin, check, finish
+from tests.services.router.disturbed import REQUEST, begin, begin_and_pause, check, finish
 
 BOTH = RouterConfig(local_prefill_tokens=0, model=("small", "large"), wait_timeout_s=PATIENCE_S)
 
@@ -92,7 +92,7 @@ async def test_each_request_has_workers_of_its_model(world: World, same: bool) -
 
 async def test_a_model_that_loses_its_workers_leaves_the_other_alone(world: World) -> None:
     await start(world)
-    large, answer = await begin(world, replace(REQUEST, model="large"), 12)
+    large, answer, _ = await begin_and_pause(world, replace(REQUEST, model="large"), 12)
     small, other = await begin(world, replace(REQUEST, model="small"), 3)
     address = world.addresses["decode"][1]
     await world.decodes[1].kill()

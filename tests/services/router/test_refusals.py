@@ -16,7 +16,7 @@ from batonlm.core.routing.load import WorkerState
 from batonlm.router.config import RouterConfig
 from batonlm.testing.scripted import ScriptedDecode, ScriptedPrefill
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import EXPECTED, REQUEST, begin, check, finish
+from tests.services.router.disturbed import EXPECTED, REQUEST, begin_and_pause, check, finish
 
 
 async def test_another_tokenizer_is_asked(world: World) -> None:
@@ -124,8 +124,8 @@ async def test_with_no_worker_for_too_long_a_request_is_refused(world: World) ->
 
 async def test_decode_workers_that_die_in_mid_stream_for_good_end_it(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=0, wait_timeout_s=0.3))
-    stream, answer = await begin(world, REQUEST)
-    await world.decodes[0].kill()
+    stream, answer, victim = await begin_and_pause(world, REQUEST)
+    await victim.kill()
     with pytest.raises(Unavailable):
         await finish(stream, answer)
     await stream.aclose()

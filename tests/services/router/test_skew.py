@@ -16,7 +16,13 @@ from batonlm.router.config import RouterConfig
 from batonlm.testing import language
 from batonlm.testing.scripted import ScriptedDetokenizer, ScriptedTokenizer
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import EXPECTED, REQUEST, STEP_S, begin, busy, check, finish
+from tests.services.router.disturbed import (
+    EXPECTED,
+    REQUEST,
+    begin_and_pause,
+    check,
+    finish,
+)
 
 NEW_WIRE = replace(language.LAYOUT, min_wire_version=2, max_wire_version=2)
 NEW_MODEL = replace(language.MODEL, digest="another", tokenizer_digest="another")
@@ -55,8 +61,7 @@ async def test_without_a_prefill_worker_that_fits_decode_prefills(
 async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World) -> None:
     """It stays on the worker that drains for as long as that lives."""
     await world.start(decodes=2)
-    stream, answer = await begin(world, REQUEST, 5)
-    leaving = busy(world)
+    stream, answer, leaving = await begin_and_pause(world, REQUEST, 5)
     replacement = next(decode for decode in world.decodes if decode is not leaving)
     assert world.fleet is not None
     await replacement.kill()
@@ -66,7 +71,6 @@ async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World
     world.decodes.append(replacement)
     world.listed["decode"].set((*world.addresses["decode"], await replacement.start()))
     await until(lambda: world.met()["decode"] == 2)
-    leaving.step_s = STEP_S
     leaving.state = WorkerState.DRAINING
     fleet = world.fleet
     await until(
@@ -114,8 +118,7 @@ async def test_a_request_without_a_token_goes_to_the_version_that_stays(world: W
 async def test_a_started_stream_never_goes_on_with_another_model(world: World) -> None:
     config = RouterConfig(local_prefill_tokens=0, wait_timeout_s=0.3)
     await world.start(config, decodes=2, prefills=0)
-    stream, answer = await begin(world, REQUEST, 5)
-    old = busy(world)
+    stream, answer, old = await begin_and_pause(world, REQUEST, 5)
     other = next(decode for decode in world.decodes if decode is not old)
     await other.kill()
     await until(lambda: world.met()["decode"] == 1)

@@ -10,7 +10,13 @@ from batonlm.core.observe.stages import StageTimes
 from batonlm.router.config import RouterConfig
 from batonlm.testing.scripted import ScriptedWorker
 from tests.services.router.conftest import Answer, World
-from tests.services.router.disturbed import REQUEST, begin, busy, check, finish, moved
+from tests.services.router.disturbed import (
+    REQUEST,
+    begin_and_pause,
+    check,
+    finish,
+    moved,
+)
 
 
 def stages_of(answer: Answer) -> StageTimes:
@@ -53,8 +59,8 @@ async def test_decode_that_prefills_says_so(world: World) -> None:
 
 async def test_a_death_is_another_attempt_on_another_worker(world: World) -> None:
     await world.start(decodes=2)
-    stream, answer = await begin(world, REQUEST, 5)
-    await busy(world).kill()
+    stream, answer, victim = await begin_and_pause(world, REQUEST, 5)
+    await victim.kill()
     check(await finish(stream, answer))
     times = stages_of(answer)
     assert (times.attempts, times.moves) == (2, 0)

@@ -95,7 +95,15 @@ async def test_content_is_null_when_there_are_only_calls(face: Face) -> None:
 
 
 async def test_arguments_stream(face: Face) -> None:
-    chunks = await face.stream(TWO_CALLS, tools=TOOLS, seed=5)
+    for decode in face.world.decodes:
+        decode.last_position = TWO_CALLS.index("Bern")
+    chunks = []
+    async for chunk in await face.ask(TWO_CALLS, tools=TOOLS, seed=5, stream=True):
+        chunks.append(chunk)
+        if any(call.function.arguments for call in chunk.choices[0].delta.tool_calls or ()):
+            # They come before the model has written all of them.
+            for decode in face.world.decodes:
+                decode.last_position = None
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "Let me look."
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
@@ -105,7 +113,6 @@ async def test_arguments_stream(face: Face) -> None:
     ]
     assert "".join(call.function.arguments for call in calls if call.index == 0) == CITY
     assert "".join(call.function.arguments for call in calls if call.index == 1) == "{}"
-    assert sum(call.index == 0 for call in calls) > 2
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     again = await face.ask(TWO_CALLS, tools=TOOLS, seed=5)
     assert [call.id for call in again.choices[0].message.tool_calls] == [

@@ -22,7 +22,15 @@ from batonlm.testing import language
 from batonlm.v1 import inference_pb2, inference_pb2_grpc
 from tests.recorded import Recorded, is_below, seconds
 from tests.services.router.conftest import World, until
-from tests.services.router.disturbed import PROMPT, REQUEST, begin, busy, check, finish, moved
+from tests.services.router.disturbed import (
+    PROMPT,
+    REQUEST,
+    begin,
+    begin_and_pause,
+    check,
+    finish,
+    moved,
+)
 from tests.services.router.gateway import gateway_of, request
 
 STAGES = ("tokenize", "turn", "prefill", "hand_over", "decode", "detokenize")
@@ -133,8 +141,7 @@ async def test_nothing_is_said_where_nothing_is_traced(world: World) -> None:
 
 async def test_a_death_is_two_attempts_of_one_trace(world: World, recorded: Recorded) -> None:
     await world.start(decodes=2)
-    stream, answer = await begin(world, REQUEST, 5)
-    first = busy(world)
+    stream, answer, first = await begin_and_pause(world, REQUEST, 5)
     await first.kill()
     check(await finish(stream, answer))
     root = recorded.one(ROOT)
@@ -176,8 +183,8 @@ async def test_a_request_that_fails_says_of_what_kind(world: World, recorded: Re
     await world.start(
         RouterConfig(local_prefill_tokens=0, max_attempts=1, wait_timeout_s=1.0), prefills=0
     )
-    stream, _ = await begin(world, REQUEST, 3)
-    await world.decodes[0].kill()
+    stream, _, victim = await begin_and_pause(world, REQUEST)
+    await victim.kill()
     with pytest.raises(Unavailable):
         async for _ in stream:
             pass

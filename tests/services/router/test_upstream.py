@@ -288,13 +288,12 @@ async def test_a_key_comes_from_a_file(
 async def running(world: World, cluster: World) -> AsyncIterator[None]:
     """One answer of the cluster is on its way, and another one has not begun yet."""
     (worker,) = cluster.decodes
-    worker.step_s = 0.02
+    worker.last_position = 5
     stream = await world.pipeline.open(ask(UNSURE))
-    worker.stepping.clear()
     waiting = asyncio.create_task(world.ask(ask(UNSURE)))
     await until(lambda: len(worker.holds()) == 2)
     yield
-    worker.stepping.set()
+    worker.last_position = None
     check(await read(stream), UNSURE, "large")
     check(await waiting, UNSURE, "large")
 
@@ -364,7 +363,7 @@ async def test_an_answer_that_is_given_up_ends_there_too(
     async with served(cluster) as address:
         await laptop(world, address)
         large = cluster.decodes[0]
-        large.step_s = 0.02
+        large.last_position = 20
         long = ask("v" * 60)
         stream = await world.pipeline.open(long)
         await anext(stream)
@@ -385,7 +384,7 @@ async def test_an_answer_that_breaks_off_is_an_error(world: World, cluster: Worl
     async with AsyncExitStack() as serving:
         address = await serving.enter_async_context(served(cluster))
         await laptop(world, address)
-        cluster.decodes[0].step_s = 0.02
+        cluster.decodes[0].last_position = 20
         stream = await world.pipeline.open(ask("v" * 60))
         await anext(stream)
         await serving.aclose()
