@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import CollectorRegistry
 
+from batonlm.cli.ports import free_ports
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Accepted, Delta, Finished, FinishReason, Request
 from batonlm.core.routing.aliases import Alias
@@ -74,6 +75,16 @@ async def read(stream: EventStream) -> Answer:
             return answer
     finally:
         await stream.aclose()
+
+
+_ports: list[int] = []
+
+
+def _lasting_address() -> str:
+    """Of a port that the system gives to nobody, so that a worker can come back on it."""
+    if not _ports:
+        _ports.extend(free_ports(32))
+    return f"127.0.0.1:{_ports.pop()}"
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -172,7 +183,9 @@ class World:
             "detokenizer": [*self.detokenizers],
         }
         for role, workers in groups.items():
-            self.addresses[role] = tuple([await worker.start() for worker in workers])
+            self.addresses[role] = tuple(
+                [await worker.start(_lasting_address()) for worker in workers]
+            )
 
     def met(self) -> dict[str, int]:
         """Live workers by role, as the router sees them."""
