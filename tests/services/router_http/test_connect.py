@@ -227,7 +227,9 @@ async def test_keys_and_cors() -> None:
     app = with_cors(http_app(frontend, CollectorRegistry(), HttpAccess(Keys())), [page])
     server = await serve_http(app, "127.0.0.1:0")
     try:
-        async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://{server.address}", timeout=120, trust_env=False
+        ) as http:
             ask = {"text": "ab"}
             error = await failure(http, ask, authorization="Bearer wrong", origin=page)
             assert error["code"] == "unauthenticated"
@@ -252,7 +254,9 @@ async def test_keys_and_cors() -> None:
 async def test_a_server_that_closes_says_so_in_the_last_envelope(frontend: Scripted) -> None:
     frontend.hold = True
     server = await serve_http(http_app(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://{server.address}", timeout=120, trust_env=False
+    ) as http:
         asking = asyncio.create_task(streamed(http, {"text": "ab"}))
         await asyncio.wait_for(frontend.started.wait(), 30)
         await server.close()

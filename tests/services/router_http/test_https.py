@@ -69,7 +69,7 @@ async def test_it_answers_over_tls_only_and_follows_its_files(
             frontend.release.set()
             assert (await running).text.endswith("data: [DONE]\n\n")
         with pytest.raises(httpx.HTTPError):
-            async with httpx.AsyncClient(trust_env=False) as plain:
+            async with httpx.AsyncClient(timeout=120, trust_env=False) as plain:
                 await plain.get(f"http://{server.address}/health")
 
 

@@ -62,7 +62,9 @@ async def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
 async def test_where_it_is_not_wanted_there_is_nothing() -> None:
     server = await serve_http(http_app(Scripted(), CollectorRegistry(), ANYONE), "127.0.0.1:0")
     try:
-        async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as http:
+        async with httpx.AsyncClient(
+            base_url=f"http://{server.address}", timeout=120, trust_env=False
+        ) as http:
             for page in PAGES:
                 assert (await http.get(page.path)).status_code == 404
     finally:

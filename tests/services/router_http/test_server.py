@@ -272,7 +272,9 @@ async def test_a_pipelined_request_leaves_the_running_answer_whole(
 async def test_closing_lets_answers_end_and_then_cancels() -> None:
     frontend = Scripted(hold=True)
     server = await serve_http(http_app(frontend, CollectorRegistry(), ANYONE), "127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{server.address}", timeout=120, trust_env=False
+    ) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json=HELLO))
         await asyncio.wait_for(frontend.started.wait(), 120)
         closing = asyncio.ensure_future(server.close(grace_s=60))
@@ -285,7 +287,9 @@ async def test_closing_lets_answers_end_and_then_cancels() -> None:
 
     stuck = Scripted(hold=True)
     server = await serve_http(http_app(stuck, CollectorRegistry(), ANYONE), "127.0.0.1:0")
-    async with httpx.AsyncClient(base_url=f"http://{server.address}", trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://{server.address}", timeout=120, trust_env=False
+    ) as client:
         answer = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
         await asyncio.wait_for(stuck.started.wait(), 120)
         await asyncio.wait_for(server.close(grace_s=0.05), 120)
