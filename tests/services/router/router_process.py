@@ -31,8 +31,8 @@ class RouterProcess:
     async def metrics(self) -> dict[str, float]:
         """Every sample, by its name and labels as they are written."""
         shown = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        async with httpx.AsyncClient(trust_env=False, headers=shown) as client:
-            text = (await client.get(f"http://{self.http}/metrics", timeout=120)).text
+        async with httpx.AsyncClient(timeout=120, trust_env=False, headers=shown) as client:
+            text = (await client.get(f"http://{self.http}/metrics")).text
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 

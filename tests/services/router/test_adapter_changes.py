@@ -21,6 +21,7 @@ from batonlm.core.errors import (
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.routing.aliases import Alias
 from batonlm.router.config import RouterConfig
+from batonlm.router.workers import adapters
 from batonlm.rpc.convert import filled
 from batonlm.rpc.server import Service
 from batonlm.rpc.worker import adapters_to_proto
@@ -217,7 +218,10 @@ async def on_use(world: World, number: int, *names: str) -> list[LoadingDecode]:
     return workers
 
 
-async def test_a_request_has_what_it_names_loaded_once(world: World) -> None:
+async def test_a_request_has_what_it_names_loaded_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "ABSENT_S", 3600.0)
     workers = await on_use(world, 2, "french", "refused")
     asked = (replace(REQUEST, model=name) for name in ("french", "french", f"{NAME}:french"))
     for answer in await asyncio.gather(*map(world.ask, asked)):

@@ -203,9 +203,10 @@ async def test_who_leaves_while_waiting_leaves_nothing(world: World, way: str) -
     await few_at_a_time(world)
     (running,) = ask(world, A)
     await until(lambda: len(world.decodes[0].starts) == 1)
-    request = replace(REQUEST, deadline_s=0.2) if way == "deadline" else REQUEST
+    request = replace(REQUEST, deadline_s=1.0) if way == "deadline" else REQUEST
     opening = asyncio.create_task(world.pipeline.open(request))
-    await until(lambda: len(world.pipeline.gate.queue) == 1)
+    # On a machine that stands still its time may be up before.
+    await until(lambda: len(world.pipeline.gate.queue) == 1 or opening.done())
     if way == "cancelled":
         opening.cancel()
     with pytest.raises((asyncio.CancelledError, DeadlineExceeded)):

@@ -309,11 +309,11 @@ async def test_a_failed_request_leaves_nothing_for_the_garbage_collector(
             before, _ = tracemalloc.get_traced_memory()
             for _ in range(5):
                 await fail()
-            after, _ = tracemalloc.get_traced_memory()
+            # The last one's end may still be on its way through the server.
+            await until(lambda: tracemalloc.get_traced_memory()[0] - before < 5 * len(text) / 2)
         finally:
             tracemalloc.stop()
             gc.enable()
-    assert after - before < 5 * len(text) / 2
 
 
 async def test_one_invalid_prompt_among_several_is_named_and_leaves_nothing(world: World) -> None:

@@ -177,7 +177,9 @@ async def test_nothing_is_left_when_nobody_watches(place: Place) -> None:
         for _ in range(1000):
             place.source.look_again()
     await until(lambda: len(asyncio.all_tasks()) == 1)
-    assert not [each for each in threading.enumerate() if each.name.startswith("watch ")]
+    await until(
+        lambda: not [each for each in threading.enumerate() if each.name.startswith("watch ")]
+    )
 
 
 @THAT_CHANGES

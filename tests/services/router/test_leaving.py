@@ -85,6 +85,10 @@ async def router(world: World, config: RouterConfig = CONFIG) -> AsyncIterator[R
         assert not any(pipeline.held.values()), pipeline.held
 
 
+def client_of(router: Router) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://{router.http.address}", timeout=120, trust_env=False)
+
+
 async def generate(stub: inference_pb2_grpc.InferenceAsyncStub) -> int:
     """Tokens of one answer."""
     return sum([len(a.event.delta.token_ids) async for a in stub.Generate(ASKED, timeout=120)])
@@ -95,8 +99,9 @@ async def test_what_runs_ends_well_and_what_comes_is_sent_on(world: World) -> No
     await world.start(CONFIG)
     world.decodes[0].stepping.clear()
     async with (
-        router(world, REPLICA) as leaver,
-        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        # A request has to come in that time.
+        router(world, replace(REPLICA, lame_duck_s=3.0)) as leaver,
+        client_of(leaver) as client,
         grpc.aio.insecure_channel(leaver.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -129,7 +134,7 @@ async def test_what_does_not_end_in_time_is_told_to_try_again(world: World) -> N
     world.decodes[0].stepping.clear()
     async with (
         router(world) as leaver,
-        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        client_of(leaver) as client,
         grpc.aio.insecure_channel(leaver.grpc) as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
@@ -162,7 +167,7 @@ async def test_what_still_runs_at_the_end_is_told_to_try_again(world: World) -> 
     await world.start(CONFIG)
     async with (
         router(world) as leaver,
-        httpx.AsyncClient(base_url=f"http://{leaver.http.address}", trust_env=False) as client,
+        client_of(leaver) as client,
         grpc.aio.insecure_channel(leaver.grpc) as channel,
     ):
         world.decodes[0].step_s = 0.05

@@ -122,7 +122,7 @@ async def test_a_few_move_at_a_time(world: World) -> None:
     await world.start(decodes=2)
     for decode in world.decodes:
         decode.step_s = STEP_S
-    many = [await begin(world, replace(REQUEST, max_tokens=400)) for _ in range(16)]
+    many = [await begin(world, replace(REQUEST, max_tokens=1000)) for _ in range(16)]
     leaving = max(world.decodes, key=lambda decode: len(decode.holds()))
     replacement = other(world, leaving)
     there = len(leaving.holds())
@@ -134,7 +134,10 @@ async def test_a_few_move_at_a_time(world: World) -> None:
     await until(lambda: sum(len(r.outputs[0]) for r in leaving.running.values()) > made + 50)
     assert len(leaving.wishes) == AT_ONCE, "the others go on where they are"
     replacement.collecting.set()
-    expected, _ = language.answer(IDS, 3, 0, 400, ignore_eos=True)
+    await until(lambda: moves(world, "moved") == there)
+    for decode in world.decodes:
+        decode.step_s = 0.0
+    expected, _ = language.answer(IDS, 3, 0, 1000, ignore_eos=True)
     for stream, answer in many:
         assert tuple((await finish(stream, answer)).token_ids[0]) == expected
     assert moves(world, "moved") == there

@@ -41,8 +41,10 @@ async def test_a_worker_that_is_listed_no_more_goes_on_until_it_is_gone(world: W
     await decode.kill()
     await until(lambda: in_state(world))
     assert decodes(world).links == {}
-    assert world.channels is not None
-    assert len(world.channels) == 3, "the channel is given up with its worker"
+    channels = world.channels
+    assert channels is not None
+    # The channel is given up with its worker.
+    await until(lambda: len(channels) == 3)
 
 
 async def test_what_discovery_forgets_for_a_moment_changes_nothing(world: World) -> None:

@@ -32,7 +32,8 @@ TOKENS = 10
 
 ROUTER = WorkerIdentity("router", "r" * 32, "")
 KIND = WorkerClass("m", needs_decode=True, short=False)
-GIVE_UP_S = 5.0
+GIVE_UP_S = 3600.0
+"""Long enough that only a clock that is put forward reaches it."""
 PATIENCE_S = 120.0
 
 
