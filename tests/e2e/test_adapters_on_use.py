@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.relay import PATIENCE_S, Relay
+from tests.e2e.relay import PATIENCE_S, Relay, eventually
 from tests.engine.adapters import expected, save_adapter
 from tests.engine.tiny_models import save_tiny_model
 
@@ -81,6 +81,11 @@ def tokens(relay: Relay, model: str) -> list[int]:
     return found
 
 
+def loads(relay: Relay, adapter: str) -> int:
+    """How often workers have read it."""
+    return relay.log.read_text().count(f"adapter {adapter}: ")
+
+
 def held(relay: Relay) -> float:
     (decode,) = relay.processes("decode")
     return relay.metric(decode, "baton_adapters")
@@ -97,11 +102,13 @@ def test_a_request_brings_what_it_names(relay: Relay, folder: Path) -> None:
 
 def test_requests_that_come_at_once_load_it_once(relay: Relay, folder: Path) -> None:
     (right,) = expected(ARCH, folder / "n2", [PROMPT], COUNT)
-    before = relay.logs().count("adapter n2: ")
+    assert loads(relay, "n2") == 0
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda _: tokens(relay, "n2"), range(16))) == [right] * 16
     workers = len(relay.processes("decode")) + len(relay.processes("prefill"))
-    assert 1 <= relay.logs().count("adapter n2: ") - before <= workers
+    # The log is written a moment later.
+    eventually(lambda: loads(relay, "n2") > 0, PATIENCE_S, "the log says that it was loaded")
+    assert loads(relay, "n2") <= workers
 
 
 def test_what_is_not_there_is_a_404_and_what_is_refused_says_why(relay: Relay) -> None:

@@ -4,6 +4,8 @@ loses its only decode worker, and KV is never handed from one to the other."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,7 +107,14 @@ def test_all_are_listed_and_the_nearest_is_named(relay: Relay) -> None:
     assert json.loads(line)["models"] == ["one", "second"]
     said = relay.baton("chat", "--model", "second", "--max-tokens", "4", "hello")
     assert said.returncode == 0, said.stderr
-    shown = json.loads(relay.baton("top", "--json", "--interval", "0.1").stdout)
+    shown: dict[str, Any] = {}
+
+    def all_are_read() -> bool:
+        nonlocal shown
+        shown = json.loads(relay.baton("top", "--json", "--interval", "0.1").stdout)
+        return not shown["away"]
+
+    until_it_comes_about(all_are_read, "all processes answer `baton top`")
     assert [(pool["role"], pool["model"], pool["asked"]) for pool in shown["pools"][:5]] == [
         ("router", "", 1),
         ("tokenizer", "one,second", 1),
@@ -212,9 +221,13 @@ def test_a_small_model_asks_a_large_one_here_or_elsewhere_or_answers_alone(
         own = Path(relay.environment["XDG_STATE_HOME"]) / "aliases.json"
         own.unlink()
         assert relay.baton("route", str(own), *route[2:-1], str(margin)).returncode == 0
-        relay.kill(relay.router)
-        answers(laptop, "one")
-        # Its supervisor starts it again.
+        # Its supervisor starts it again, but not before the laptop was seen without it.
+        os.kill(relay.supervisor, signal.SIGSTOP)
+        try:
+            relay.kill(relay.router)
+            answers(laptop, "one")
+        finally:
+            os.kill(relay.supervisor, signal.SIGCONT)
         answers(laptop, "second")
         # Nothing restarts, and it is sure of everything.
         policy.write_text('{"kind": "logprob", "threshold": 0, "tokens": 4}')

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batonlm.core.kvcache.prefix import UNIT_TOKENS
-from tests.e2e.relay import Relay, eventually, options
+from tests.e2e.relay import PATIENCE_S, Relay, eventually, options
 from tests.engine.tiny_models import ARCHS, OWN, save_tiny_model
 from tests.greedy import greedy_tokens
 
@@ -124,7 +124,7 @@ def test_what_decode_has_of_a_prompt_is_not_prefilled_elsewhere(
     def known() -> bool:
         return relay.metric(router, "baton_prefix_index_units", role="decode") >= units
 
-    eventually(known, 30, "the router hears of what decode has cached")
+    eventually(known, PATIENCE_S, "the router hears of what decode has cached")
     local = relay.metric(router, "baton_local_prefill_total")
     finished = relay.generate(
         [*prompt[: units * UNIT_TOKENS], *range(5, 15)], options(max_tokens=2)

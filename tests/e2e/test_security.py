@@ -19,7 +19,7 @@ from batonlm.cli.ports import free_ports
 from batonlm.rpc.peers import DOCTOR, ROLES
 from batonlm.v1 import worker_pb2
 from batonlm.v1.worker_pb2_grpc import WorkerStub
-from tests.e2e.relay import Relay, eventually
+from tests.e2e.relay import PATIENCE_S, Relay, eventually, until_it_comes_about
 
 PROMPT = "hello " * 60
 """Long enough to be prefilled on the prefill worker."""
@@ -84,9 +84,16 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
             assert b"baton_remote_prefill_total 1.0" in read.read()
         # They need a key, like all else, which `baton top` does without on this machine.
         assert refuses(urllib.request.Request(metrics))
-        watched = baton("top", "--json", "--interval", "0.1")
-        assert watched.returncode == 0, watched.stderr
-        assert all(pool["asked"] for pool in json.loads(watched.stdout)["pools"])
+
+        def all_are_read() -> bool:
+            watched = baton("top", "--json", "--interval", "0.1")
+            assert watched.returncode == 0, watched.stderr
+            shown = json.loads(watched.stdout)
+            # On a busy machine one may not answer in time.
+            assert set(shown["away"].values()) <= {"does not answer"}
+            return all(pool["asked"] for pool in shown["pools"])
+
+        until_it_comes_about(all_are_read, "all processes answer `baton top`")
 
         # No worker answers who shows no certificate, in plain text or not.
         root = grpc.ssl_channel_credentials(Path(said["ca"]).read_bytes())
@@ -104,7 +111,7 @@ def test_up_with_tls_and_keys_answers_who_has_one_and_nobody_else(tmp_path: Path
                     )
         (key_id,) = (line.split()[0] for line in baton("keys", "list", keys).stdout.splitlines())
         assert baton("keys", "remove", key_id, keys).returncode == 0
-        eventually(lambda: refuses(wanted), 60, "the removed key opens nothing")
+        eventually(lambda: refuses(wanted), PATIENCE_S, "the removed key opens nothing")
         token = json.loads((tmp_path / "baton" / "up.json").read_text())["token"]
         assert token and token not in started.stdout + started.stderr
         for secret in (key, key.removeprefix("baton-"), token):

@@ -14,7 +14,7 @@ from tests.e2e.streams import Following, requests, undisturbed
 pytestmark = pytest.mark.chaos
 
 STEP_MS = 20
-LATE_S = 0.3
+LATE_S = 0.1
 """With the second for which it is stopped well below the two seconds of silence after which a
 worker counts as dead: its last heartbeat may be half a second old."""
 

@@ -51,24 +51,26 @@ def pools(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_it_tells_what_was_done_meanwhile(running: Relay) -> None:
-    number = 0
+    number, interval_s = 0, 3
     found: dict[str, Any] = {}
 
     def it_saw_a_request() -> bool:
-        """Whether one ran in its interval; each computes and hands over a prompt of its own."""
+        """Whether one ran in its interval from end to end, and all processes found the time to
+        say so; each computes and hands over a prompt of its own."""
         nonlocal number, found
-        watching = top(running, "--json", "--interval", "3", stdout=subprocess.PIPE)
+        watching = top(running, "--json", "--interval", f"{interval_s}", stdout=subprocess.PIPE)
         while watching.poll() is None:
             number += 1
             running.generate(f"{number} " + "word " * 200, options(max_tokens=16))
         output, _ = watching.communicate(timeout=PATIENCE_S)
         assert watching.returncode == 0
         found = json.loads(output)
-        return bool(found["overall"]["requests_per_s"])
+        # Of those that ended in it, the first may have begun before.
+        return not found["away"] and found["overall"]["requests_per_s"] * interval_s > 2.5
 
     until_it_comes_about(it_saw_a_request, "a request while `baton top` looks")
     overall = found["overall"]
-    assert overall["requests_per_s"] > 0 and overall["output_tokens_per_s"] > 0
+    assert overall["output_tokens_per_s"] > 0
     assert 0 < overall["first_token_p50_s"] <= overall["first_token_p99_s"] < PATIENCE_S
     assert 0 < overall["inter_token_p50_s"] <= overall["inter_token_p99_s"] < PATIENCE_S
     assert overall["handover_bytes_per_s"] > 0
@@ -77,11 +79,18 @@ def test_it_tells_what_was_done_meanwhile(running: Relay) -> None:
     assert all(pool["workers"] == {"serving": 1} and pool["asked"] for pool in every.values())
     assert all(every[role]["tokens_per_s"] > 0 for role in ("tokenizer", "prefill", "decode"))
     assert every["decode"]["step_s"] > 0 and every["decode"]["kv_use"] is not None
-    assert found["away"] == {}
 
 
 def test_a_router_alone_tells_what_it_knows(running: Relay) -> None:
-    found = pools(told(running, "--http", running.http.partition("//")[2], "--interval", "0.2"))
+    found: dict[str, dict[str, Any]] = {}
+
+    def it_answers() -> bool:
+        nonlocal found
+        words = ("--http", running.http.partition("//")[2], "--interval", "0.2")
+        found = pools(told(running, *words))
+        return bool(found["router"]["asked"])
+
+    until_it_comes_about(it_answers, "a router that answers in time")
     assert found["router"]["asked"] == 1
     assert (found["decode"]["workers"], found["decode"]["asked"]) == ({"serving": 1}, 0)
     assert found["decode"]["kv_use"] is None

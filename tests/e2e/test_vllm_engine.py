@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 from tokenizers import Tokenizer
 
 from batonlm.v1 import inference_pb2, types_pb2
-from tests.e2e.relay import Answer, Relay, eventually, options
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, eventually, options, until_it_comes_about
 from tests.e2e.test_bad_input import violation
 
 pytestmark = pytest.mark.deep
@@ -168,19 +168,28 @@ def test_log_probabilities_of_a_prompt(gateway: Gateway) -> None:
 def test_an_abort_ends_a_request_of_real_workers(gateway: Gateway) -> None:
     wanted = pb.SamplingParams(max_tokens=1500, ignore_eos=True, n=2)
     request = pb.GenerateRequest(request_id="long", text="x", sampling_params=wanted, stream=True)
-    ends = []
-    for number, message in enumerate(gateway.stub.Generate(request, timeout=LIMIT_S)):
-        if number == 4:
-            gateway.stub.Abort(pb.AbortRequest(request_ids=["long"]), timeout=LIMIT_S)
-        if message.HasField("complete"):
-            ends.append(message.complete.finish_reason)
-    assert ends == ["abort", "abort"]
+
+    def it_was_aborted() -> bool:
+        """Whether it still ran when it was to end."""
+        ends, aborted = [], False
+        for message in gateway.stub.Generate(request, timeout=LIMIT_S):
+            if not aborted:
+                gateway.stub.Abort(pb.AbortRequest(request_ids=["long"]), timeout=LIMIT_S)
+                aborted = True
+            if message.HasField("complete"):
+                ends.append(message.complete.finish_reason)
+        if "length" in ends:
+            return False
+        assert ends == ["abort", "abort"]
+        return True
+
+    until_it_comes_about(it_was_aborted, "an abort before the last token")
 
     def idle() -> bool:
         load = gateway.stub.GetLoads(pb.GetLoadsRequest(), timeout=LIMIT_S).loads[0]
         return not (load.num_total_reqs or load.num_used_tokens)
 
-    eventually(idle, 30, "nothing runs and no blocks are in use")
+    eventually(idle, PATIENCE_S, "nothing runs and no blocks are in use")
 
 
 def test_what_it_says_of_itself(gateway: Gateway) -> None:
