@@ -21,13 +21,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from batonlm.engine.adapters import grouped
 from batonlm.engine.attention.triton import copies, decode, leaf_hash, prefill, shapes
 from batonlm.engine.fused import experts
 from batonlm.engine.fused import kernels as fused
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_FLOAT32 = {"tops", "totals", "outputs", "shares"}
-_INT64 = {"row_powers", "lane_powers", "found"}
+_FLOAT32 = {"tops", "totals", "outputs", "shares", "inner"}
+_INT64 = {"row_powers", "lane_powers", "found", "table"}
 _OF_MODEL = {
     "query",
     "target",
@@ -64,7 +65,8 @@ def _type(name: str, dtype: str, kept: str) -> str:
         return "*i64"
     if name in ("scale", "epsilon", "alpha", "limit"):
         return "fp32"
-    whole = name in ("count", "pairs", "first_head", "wire_heads") or name.endswith("_stride")
+    counts = "count", "pairs", "first_head", "wire_heads", "height", "width"
+    whole = name in counts or name.endswith("_stride")
     return "i32" if whole else "*i32"
 
 
@@ -81,7 +83,10 @@ def compiled(
     types = {name: _type(name, *dtypes) for name in names}
     if constants.get("ROUNDED"):
         types |= {"weight": "*fp8e4nv", "scales": "*fp32"}
-    aligned = [n for n, t in types.items() if n not in constants and (t[0] == "*" or "str" in n)]
+    if kernel is grouped._up:
+        types["outputs"] = "*i32"
+    whole = {name for name, kind in types.items() if kind[0] == "*" or "str" in name} | {"width"}
+    aligned = [name for name in names if name in whole and name not in constants]
     source = ASTSource(
         kernel,
         signature={n: "constexpr" if n in constants else t for n, t in types.items()},
@@ -169,6 +174,24 @@ def _experts(
     return found
 
 
+def _adapters(item_bytes: int) -> dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]]:
+    """Those of adapters, in the two ways of the widest products of an 8B Llama's layer."""
+    found: dict[str, tuple[Any, shapes.TileShape, dict[str, Any]]] = {}
+    for some, tile in zip(("few", "many"), grouped.tiles_for(item_bytes), strict=True):
+        taken = shapes.TileShape(rows=0, keys=0, warps=tile.warps, stages=tile.stages)
+        own = {"ROWS": tile.rows, "RANKS": tile.ranks, "INNER": tile.inner, "SLOT": 224 * 12}
+        split, splits = grouped.split_of(14336, tile.inner)
+        down = {**own, "INPUTS": 14336, "SPLIT": split}
+        up = {**own, "OUTPUTS": 28672, "COLUMNS": tile.columns, "ALIGNED": 16}
+        for how, sums in (("apart", splits), ("together", 1)):
+            each = {"SUMS": sums, "TOGETHER": splits // sums}
+            found[f"adapters' down, {some}, {how}"] = grouped._down, taken, {**down, **each}
+            found[f"adapters' up, {some}, {how}"] = grouped._up, taken, {**up, **each}
+        odd = {**up, "SUMS": 1, "OUTPUTS": 101, "ALIGNED": 1}
+        found[f"odd sizes, adapters' up, {some}"] = grouped._up, taken, odd
+    return found
+
+
 def main(arguments: list[str]) -> None:
     capability, shared_bytes = int(arguments[0]), int(arguments[1])
     dtype, per_head = arguments[2], int(arguments[3])
@@ -193,6 +216,7 @@ def main(arguments: list[str]) -> None:
         "pack": (copies._wire, small, {"PACKING": True, **kept}),
         "unpack": (copies._wire, small, {"PACKING": False, **kept}),
         **({} if latent else {**_fused(key_size), **_experts(_ITEM_BYTES[dtype], capability)}),
+        **({} if latent else _adapters(_ITEM_BYTES[dtype])),
     }
     report = {}
     for name, (kernel, shape, own) in kernels.items():

@@ -133,6 +133,7 @@ class DecodeGraphs:
         """
         self._fill = fill
         self._logits = logits
+        self._record = record
         self._sizes = batch_sizes(len(logits))
         # A recording that fails may leave torch's allocator unusable, so what would make it fail
         # is found first. Code may choose by the number of rows.
@@ -140,6 +141,11 @@ class DecodeGraphs:
             for rows in {self._sizes[0], self._sizes[-1]}:
                 self._step(forward, rows)()
         self._replays = {rows: record(self._step(forward, rows)) for rows in reversed(self._sizes)}
+
+    def beside(self, forward: Forward) -> DecodeGraphs:
+        """Recordings of another way to run the network, over the same memory: of both together, the
+        last run's logits hold. Raises as this does when it is made."""
+        return DecodeGraphs(forward, self._fill, self._logits, self._record)
 
     def fits(self, plan: StepPlan) -> bool:
         return len(plan.chunks) <= self._sizes[-1] and all(

@@ -119,6 +119,8 @@ class TorchRunner:
         self._counts = TokenCounts(self.memory.device)
         self._graphs: DecodeGraphs | None = None
         self._adapters: Adapters | None = None
+        self._adapted_graphs: DecodeGraphs | None = None
+        """Of steps with adapters."""
         self._row_counts: frozenset[int] = frozenset()
         self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
 
@@ -243,7 +245,10 @@ class TorchRunner:
         """Drops weights and KV; the runner is not used after."""
         self._running.clear()
         self._swap.close()
-        for name in ("_graphs", "_adapters", "_network", "_backend", "memory"):
+        for name in (
+            *("_graphs", "_adapted_graphs", "_adapters"),
+            *("_network", "_backend", "memory"),
+        ):
             self.__dict__.pop(name, None)
 
     @torch.inference_mode()
@@ -263,7 +268,12 @@ class TorchRunner:
             return self._compute(plan)
         if self._adapters is None:
             raise Internal("a step has adapters, and none were loaded")
-        return self._adapters.forward(plan, self._compute)
+        return self._adapters.forward(plan, self._compute_adapted)
+
+    def _compute_adapted(self, plan: StepPlan) -> torch.Tensor:
+        if self._adapted_graphs is not None and self._adapted_graphs.fits(plan):
+            return self._adapted_graphs.run(plan, self._last)
+        return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> torch.Tensor:
         if isinstance(self._backend, OwnBackend):
@@ -365,6 +375,9 @@ class TorchRunner:
             alone=isinstance(self._backend, OwnBackend),
         )
         self._backend.forget(table)
+        forward = self._adapters.as_recorded(partial(run_network, self._network))
+        if self._graphs is not None and forward is not None:
+            self._adapted_graphs = self._recorded(partial(self._graphs.beside, forward))
 
     def _pack_weights(self, quantize: str, max_batch: int, *, exact: bool) -> None:
         """Raises NotExact."""
@@ -395,10 +408,13 @@ class TorchRunner:
         shape = max_rows, width
         dtype = next(self._network.parameters()).dtype
         logits = torch.empty(shape, dtype=dtype, device=memory.device)
+        run = partial(run_network, self._network)
+        self._graphs = self._recorded(lambda: DecodeGraphs(run, fill, logits, cuda_recorder()))
+
+    def _recorded(self, make: Callable[[], DecodeGraphs]) -> DecodeGraphs | None:
+        """What `make` records; None where it cannot. Raises as `_record`."""
         try:
-            self._graphs = DecodeGraphs(
-                partial(run_network, self._network), fill, logits, cuda_recorder()
-            )
+            return make()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             # pytorch#180395: before, the allocator believed for ever that a recording was going on.
@@ -409,6 +425,7 @@ class TorchRunner:
                     field="graphs",
                 ) from error
             log.warning("decode runs without CUDA graphs: %s", reason)
+            return None
 
     def _padded(self, inputs: ForwardPass) -> ForwardPass:
         """With as many rows as all layers compute as they are, so that none of them has to pad."""

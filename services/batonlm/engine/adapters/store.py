@@ -6,8 +6,7 @@ wants more than fit is computed in parts. Base layers stay what they are, quanti
 behind each adds to its output.
 
 A step's chunks are computed in the order of their adapters, so that an adapter's rows lie side by
-side and each of its products is one product of a slice, cut in proven numbers of rows as all are in
-exact mode: a row's bits do not depend on which adapters its neighbours have.
+side. What is added to them is computed by `additions`, and on GPUs by `grouped`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,70 +26,29 @@ from torch.nn import functional as F
 from batonlm.core.errors import Internal, NotFound, Overloaded
 from batonlm.core.request.model import AdapterDescription
 from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.adapters.additions import Additions, SlicedAdditions
 from batonlm.engine.adapters.files import AdapterFiles, Matrices, read_adapter, refused
+from batonlm.engine.adapters.places import Part, find_places
+from batonlm.engine.attention.backends import runs_triton
+from batonlm.engine.attention.interface import ForwardPass
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import upload
 from batonlm.engine.exact import NotExact
-from batonlm.engine.fused.decoder import Decoder, LinearPart
-from batonlm.engine.kept import KeptLinear
-from batonlm.engine.lean import Conv1D
-from batonlm.engine.linear import Bound, Chooser, PackedLinear
 from batonlm.engine.memory import size
 
 log = logging.getLogger(__name__)
 
 _RANKS = 8
 """Ranks are padded to a multiple of so many, so that there are few shapes to time and prove."""
-_LINEAR = nn.Linear, KeptLinear, PackedLinear
-
-
-class Place(NamedTuple):
-    """Where a linear layer of transformers' network is computed."""
-
-    layer: int
-    """Which of the layers with hooks."""
-    inputs: int
-    first: int
-    """Of that layer's outputs, the first that are this one's."""
-    outputs: int
-
-
-class Up(NamedTuple):
-    """Makes what is added to some outputs of a layer."""
-
-    first: int
-    outputs: int
-    product: Bound
-
-
-class Addition(NamedTuple):
-    """What an adapter adds to a layer, of which it may adapt several parts."""
-
-    down: Bound
-    """Of all parts, one behind the other: they have the same inputs."""
-    ranks: list[int]
-    """Of each part."""
-    ups: tuple[Up, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyAdapter:
     """An adapter that steps can compute with."""
 
-    additions: tuple[Addition | None, ...]
-    """To each layer with a hook."""
+    bound: Any
+    """What `Additions.bind` made of it."""
     num_bytes: int
-
-
-class Segments(NamedTuple):
-    """A step's rows, cut where the adapter changes."""
-
-    sizes: list[int]
-    """Rows of each segment, side by side."""
-    adapters: tuple[ReadyAdapter | None, ...]
-
-
-_NONE = Segments([], ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +80,22 @@ class Adapters:
             config.adapter_memory_bytes,
             config.all_adapter_bytes,
         )
-        self._chooser = Chooser(exact=exact, max_batch=config.max_batch)
-        self._layers, self._places = find_places(network, run)
-        for index, layer in enumerate(self._layers):
+        layers, self._places = find_places(network, run)
+        self._num_layers = len(layers)
+        self._additions: Additions
+        if runs_triton(config.attention, device) and not alone:
+            # Machines without a GPU need not have Triton.
+            from batonlm.engine.adapters.grouped import GroupedAdditions
+
+            self._additions = GroupedAdditions(
+                self._places.values(), device, dtype, exact=exact, max_batch=config.max_batch
+            )
+        else:
+            self._additions = SlicedAdditions(exact=exact, max_batch=config.max_batch, alone=alone)
+        for index, layer in enumerate(layers):
             layer.register_forward_hook(self._adds(index))
-        self._segments = _NONE
+        self._adding = False
+        """Whether a step is computed to which adapters add."""
         self._lock = threading.Lock()
         """Over what follows, for moments only."""
         self._loaded: dict[str, LoadedAdapter] = {}
@@ -145,7 +114,6 @@ class Adapters:
             return replace(known.description, name=files.name)
         self._check_room(files)
         try:
-            # Also finds the forms of new shapes, so that no step has to.
             ready = self._bind(files)
         except NotExact as error:
             raise refused(files.name, f"{error}: it can be had without exact mode only") from error
@@ -186,23 +154,44 @@ class Adapters:
             self._ready.pop(digest, None)
 
     def forward(self, plan: StepPlan, compute: Callable[[StepPlan], torch.Tensor]) -> torch.Tensor:
-        """Logits [wanted rows, vocab] of a plan. compute: the same by the network, of whichever
-        chunks, in a tensor that stays. Raises Internal for an adapter that is not loaded."""
+        """Logits [wanted rows, vocab] of a plan. They hold until the next call. compute: the same
+        by the network, of whichever chunks. Raises Internal for an adapter that is not loaded."""
         chunks = plan.chunks
         order = list(range(len(chunks)))
         if not self._alone:
             order.sort(key=lambda index: chunks[index].adapter)
+        parts = list(self._parts([chunks[index] for index in order]))
         found = []
-        for part in self._parts([chunks[index] for index in order]):
-            self._segments = self._cut(part)
+        for part in parts:
+            self._begin(part)
             try:
-                found.append(compute(replace(plan, chunks=tuple(part))))
+                computed = compute(replace(plan, chunks=tuple(part)))
             finally:
-                self._segments = _NONE
+                self._end()
+            found.append(computed if len(parts) == 1 else computed.clone())
         logits = found[0] if len(found) == 1 else torch.cat(found)
         if order == sorted(order):
             return logits
         return logits.index_select(0, upload(_rows(chunks, order), torch.int64, logits.device))
+
+    def as_recorded(
+        self, forward: Callable[[ForwardPass], torch.Tensor]
+    ) -> Callable[[ForwardPass], torch.Tensor] | None:
+        """`forward` for steps that are recorded now: replayed within `forward` of this, they add
+        what the adapters of that step do. None where nothing can be recorded."""
+        begin = self._additions.recording()
+        if begin is None:
+            return None
+
+        def run(inputs: ForwardPass) -> torch.Tensor:
+            begin(inputs.token_ids.numel())
+            self._adding = True
+            try:
+                return forward(inputs)
+            finally:
+                self._end()
+
+        return run
 
     def _parts(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         """Chunks in order, as many at a time as there is room for their adapters."""
@@ -211,19 +200,26 @@ class Adapters:
         for chunk in chunks:
             if chunk.adapter not in taken:
                 taken[chunk.adapter] = self._find(chunk.adapter).description.num_bytes
-            if part and (self._alone or sum(taken.values()) > self._ready_bytes):
+            full = sum(taken.values()) > self._ready_bytes
+            full = full or len(taken) - 1 > self._additions.most_adapters
+            if part and (self._alone or full):
                 yield part
                 part, taken = [], {"": 0, chunk.adapter: taken[chunk.adapter]}
             part.append(chunk)
         yield part
 
-    def _cut(self, chunks: Sequence[Chunk]) -> Segments:
+    def _begin(self, chunks: Sequence[Chunk]) -> None:
         wanted = {chunk.adapter for chunk in chunks} - {""}
         sizes, adapters = [], []
         for digest, group in groupby(chunks, lambda chunk: chunk.adapter):
             sizes.append(sum(len(chunk.token_ids) for chunk in group))
-            adapters.append(self._take(digest, wanted) if digest else None)
-        return Segments(sizes, tuple(adapters))
+            adapters.append(self._take(digest, wanted).bound if digest else None)
+        self._additions.begin(sizes, adapters)
+        self._adding = True
+
+    def _end(self) -> None:
+        self._adding = False
+        self._additions.end()
 
     def _take(self, digest: str, wanted: set[str]) -> ReadyAdapter:
         """Has an adapter ready; others than the wanted ones make room."""
@@ -279,49 +275,23 @@ class Adapters:
 
     def _bind(self, files: AdapterFiles) -> ReadyAdapter:
         """Raises NotExact."""
-        parts: list[list[tuple[Place, torch.Tensor, torch.Tensor]]] = [[] for _ in self._layers]
+        layers: list[list[Part]] = [[] for _ in range(self._num_layers)]
         for name, matrices in files.layers.items():
             place = self._places[name]
             down, up = (each.to(self._device, self._dtype) for each in _scaled(matrices))
-            parts[place.layer].append((place, down, up))
-        additions: list[Addition | None] = []
-        num_bytes = 0
-        for own in parts:
-            own.sort(key=lambda part: part[0].first)
-            num_bytes += sum(down.nbytes + up.nbytes for _, down, up in own)
-            additions.append(self._addition(own) if own else None)
-        return ReadyAdapter(tuple(additions), num_bytes)
-
-    def _addition(self, parts: list[tuple[Place, torch.Tensor, torch.Tensor]]) -> Addition:
-        bind = self._chooser.bind
-        ups = (Up(place.first, place.outputs, bind(up, None)) for place, _, up in parts)
-        down = torch.cat([down for _, down, _ in parts])
-        return Addition(bind(down, None), [len(down) for _, down, _ in parts], tuple(ups))
+            layers[place.layer].append(Part(place, down, up))
+        for own in layers:
+            own.sort(key=lambda part: part.place.first)
+        num_bytes = sum(part.down.nbytes + part.up.nbytes for own in layers for part in own)
+        return ReadyAdapter(self._additions.bind(layers), num_bytes)
 
     def _adds(self, index: int) -> Callable[..., None]:
         """A hook that adds to a layer's output."""
 
         def add(_layer: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> None:
-            sizes, adapters = self._segments
-            if not sizes:
-                return
-            rows = given[0].reshape(-1, given[0].shape[-1])
-            if self._alone:
-                # One chunk, of which a part is computed.
-                sizes = [len(rows)]
-            # What is behind the step's rows is padding.
-            sizes = [*sizes, len(rows) - sum(sizes)]
-            whole = torch.split(output.view(len(rows), -1), sizes)
-            for adapter, x, y in zip(adapters, torch.split(rows, sizes), whole, strict=False):
-                addition = None if adapter is None else adapter.additions[index]
-                if addition is None:
-                    continue
-                inner = addition.down(x)
-                ups = addition.ups
-                # In the form in which products were proven.
-                each = [part.contiguous() for part in torch.split(inner, addition.ranks, 1)]
-                for (first, outputs, up), part in zip(ups, each, strict=True):
-                    y.narrow(1, first, outputs).add_(up(part))
+            if self._adding:
+                rows = given[0].reshape(-1, given[0].shape[-1])
+                self._additions.add(index, rows, output.view(len(rows), -1))
 
         return add
 
@@ -343,57 +313,3 @@ def _rows(chunks: Sequence[Chunk], order: Sequence[int]) -> list[int]:
         for start, chunk in zip(starts, chunks, strict=True)
         for i in range(len(chunk.wanted))
     ]
-
-
-def find_places(
-    network: nn.Module, run: Callable[[], object]
-) -> tuple[list[nn.Module], dict[str, Place]]:
-    """The layers to whose outputs adapters can add, and which of transformers' layers they compute,
-    by name. Those that `run` calls once, with every row of the step: an output layer gets fewer,
-    and an expert those of its own."""
-    parts = list(_linear_parts(network))
-    layers = {id(part.module): part.module for part in parts}
-    seen: dict[int, list[bool]] = {key: [] for key in layers}
-    rows = 0
-
-    def begin(_network: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal rows
-        rows = (named["input_ids"] if named else given[0].token_ids).numel()
-
-    def note(layer: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        whole = bool(given) and isinstance(output, torch.Tensor)
-        seen[id(layer)].append(
-            whole and given[0].numel() == rows * given[0].shape[-1]
-            and output.numel() == rows * output.shape[-1]
-        )  # fmt: skip
-
-    hooks = [network.register_forward_pre_hook(begin, with_kwargs=True)]
-    hooks += [layer.register_forward_hook(note) for layer in layers.values()]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    found = [layer for key, layer in layers.items() if seen[key] == [True]]
-    index = {id(layer): i for i, layer in enumerate(found)}
-    places = {
-        part.name: Place(index[id(part.module)], _inputs(part.module), part.first, part.outputs)
-        for part in parts
-        if id(part.module) in index
-    }
-    return found, places
-
-
-def _linear_parts(network: nn.Module) -> Iterator[LinearPart]:
-    if isinstance(network, Decoder):
-        yield from network.linear_parts()
-        return
-    for name, module in network.named_modules():
-        if isinstance(module, Conv1D):
-            yield LinearPart(name, module, 0, int(module.nf))
-        elif isinstance(module, _LINEAR):
-            yield LinearPart(name, module, 0, int(module.out_features))
-
-
-def _inputs(layer: Any) -> int:
-    return int(layer.nx if isinstance(layer, Conv1D) else layer.in_features)
