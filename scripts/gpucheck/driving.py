@@ -22,6 +22,8 @@ class Batch:
     params: SamplingParams = GREEDY
     position: int = 0
     step: int = 0
+    adapters: Sequence[str] = ()
+    """Their digests, which sequences take in turns; none are the model alone."""
 
     def prompt(self, sequence: int, tokens: Sequence[int], *, last: bool) -> StepPlan:
         """The next chunk of one sequence's prompt."""
@@ -54,7 +56,8 @@ class Batch:
     def _chunk(self, i: int, tokens: Sequence[int], first: int, *, sampled: bool) -> Chunk:
         table = ((i * self.blocks_each, self.blocks_each),)
         rows = (SampleRow(i, 0, self.position, self.params),) if sampled else ()
-        return Chunk(i, tokens, first, table, rows)
+        adapter = self.adapters[i % len(self.adapters)] if self.adapters else ""
+        return Chunk(i, tokens, first, table, rows, adapter=adapter)
 
     def _plan(self, chunks: list[Chunk]) -> StepPlan:
         self.step += 1

@@ -5,16 +5,22 @@ Everything is measured through the runner as the engine drives it: planned, subm
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import random
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from baton_loadtest.report import Result, compared
 from batonlm.core.request.model import ModelDescription
@@ -24,7 +30,7 @@ from batonlm.engine.config import EngineConfig
 from batonlm.engine.loader import LoadedModel
 from batonlm.engine.runner import TorchRunner
 from gpucheck.ceilings import MATMUL, READ
-from gpucheck.check import Check, Skip
+from gpucheck.check import Check
 from gpucheck.driving import GREEDY, Batch
 from gpucheck.driving import run as drive
 from gpucheck.figures import LLAMA_1B, LLAMA_8B, TINY, Shape, decode_bytes, median, prefill_flops
@@ -37,6 +43,10 @@ PREFILL_GOAL = 0.6
 """Of the rate of large products."""
 IDLE_GOAL = 0.05
 """Of a step: the host's work is hidden behind the device's."""
+ADAPTER_RANK = 16
+ADAPTERS_GOAL = 0.75
+"""Of the tokens a second without adapters, with GOAL_ADAPTERS distinct ones."""
+GOAL_ADAPTERS = 16
 TOP_KERNELS = 12
 _CHECKED_BLOCKS = 8
 """What the check at load computes on."""
@@ -172,8 +182,76 @@ def mixed(check: Check) -> Iterator[Result]:
 
 
 def lora(check: Check) -> Iterator[Result]:
-    raise Skip("adapters on a GPU are not measured yet")
-    yield
+    """Decode and prefill with adapters on all linear layers, against the same without: sequences
+    take more and more distinct ones in turns."""
+    s = sizes(check)
+    batch, counts = (64, (1, 4, GOAL_ADAPTERS, 64)) if check.on_gpu else (2, (1, 2))
+    with tempfile.TemporaryDirectory() as place:
+        folders = save_adapters(s, Path(place), max(counts))
+        room = (len(folders) + 1) * sum(file.stat().st_size for file in folders[0].iterdir())
+        longest = max(2 * s.chunk, s.context)
+        with model(check, s, sequences=batch, longest=longest, adapter_memory_bytes=room) as runner:
+            began = time.perf_counter()
+            digests = [runner.load_adapter(folder).digest for folder in folders]
+            each = (time.perf_counter() - began) / len(digests)
+            yield Result("loading one adapter", each * 1e3, "ms")
+            filled, _ = fill(check, runner, s, batch, s.prompt)
+            alone = batch / _times(check, runner, s, filled, GREEDY).step_s
+            yield Result(f"decode without adapters, batch {batch}", alone, "tokens/s")
+            for count in counts:
+                own = replace(filled, adapters=digests[:count])
+                rate = batch / _times(check, runner, s, own, GREEDY).step_s
+                goal = ADAPTERS_GOAL if count == GOAL_ADAPTERS and check.on_gpu else None
+                name = f"decode with {count} distinct adapter{'' if count == 1 else 's'}"
+                yield compared(f"{name}, batch {batch}", rate, "tokens/s", alone, goal)
+            yield from kernel_table(
+                check,
+                f"decode with {max(counts)} adapters, batch {batch}",
+                lambda: drive(runner, s.steps, own.decode),
+                s.steps,
+                s.shape.layers,
+            )
+            spent = []
+            for adapters in ((), digests[:1]):
+                # Twice: the first time may compile.
+                fill(check, runner, s, 1, 2 * s.chunk, adapters)
+                _, times = fill(check, runner, s, 1, 2 * s.chunk, adapters)
+                spent.append(times[-1][1] * 1e3)
+            name = f"prefill with an adapter, {s.chunk} tokens after {s.chunk}"
+            yield compared(name, spent[1], "ms", spent[0])
+
+
+def save_adapters(s: Sizes, place: Path, count: int) -> list[Path]:
+    """Folders as peft writes them. All share one file of random matrices, and differ by their
+    factor."""
+    shape, matrices = s.shape, {}
+    heads, kv_heads = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    layers = {
+        "self_attn.q_proj": (shape.hidden, heads),
+        "self_attn.k_proj": (shape.hidden, kv_heads),
+        "self_attn.v_proj": (shape.hidden, kv_heads),
+        "self_attn.o_proj": (heads, shape.hidden),
+        "mlp.gate_proj": (shape.hidden, shape.intermediate),
+        "mlp.up_proj": (shape.hidden, shape.intermediate),
+        "mlp.down_proj": (shape.intermediate, shape.hidden),
+    }
+    for index in range(shape.layers):
+        for layer, (inputs, outputs) in layers.items():
+            name = f"base_model.model.model.layers.{index}.{layer}.lora"
+            for part, sizes in (("A", (ADAPTER_RANK, inputs)), ("B", (outputs, ADAPTER_RANK))):
+                matrix = 0.02 / math.sqrt(ADAPTER_RANK) * torch.randn(sizes)
+                matrices[f"{name}_{part}.weight"] = matrix.to(getattr(torch, s.kind))
+    weights = place / "weights"
+    save_file(matrices, weights)
+    folders = []
+    for number in range(count):
+        folder = place / str(number)
+        folder.mkdir()
+        os.link(weights, folder / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK + number}
+        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        folders.append(folder)
+    return folders
 
 
 @contextmanager
@@ -185,6 +263,7 @@ def model(
     longest: int,
     graphs: bool = True,
     decoder: str = "auto",
+    adapter_memory_bytes: int = 0,
 ) -> Iterator[TorchRunner]:
     """A runner over a Llama of that shape, made on the device without a checkpoint.
 
@@ -209,6 +288,7 @@ def model(
         max_step_tokens=s.chunk + sequences,
         graphs=graphs,
         decoder=decoder,
+        adapter_memory_bytes=adapter_memory_bytes,
     )
     description = ModelDescription("random", "", longest, s.shape.vocab, ())
     device = torch.device(check.device)
@@ -238,12 +318,19 @@ def llama(shape: Shape, longest: int) -> Any:
 
 
 def fill(
-    check: Check, runner: ModelRunner, s: Sizes, sequences: int, prompt: int
+    check: Check,
+    runner: ModelRunner,
+    s: Sizes,
+    sequences: int,
+    prompt: int,
+    adapters: Sequence[str] = (),
 ) -> tuple[Batch, list[tuple[int, float]]]:
-    """Computes random prompts. Returns the batch, and (first position, seconds) of each chunk."""
+    """Computes random prompts. Returns the batch, and (first position, seconds) of each chunk.
+    adapters: which sequences take in turns."""
     numbers = random.Random(7)
     each = -(-max(prompt + BLOCK, s.context) // BLOCK)
-    batch = Batch([0] * sequences, min(each, runner.num_blocks // sequences))
+    blocks = min(each, runner.num_blocks // sequences)
+    batch = Batch([0] * sequences, blocks, adapters=adapters)
     plans = []
     firsts = []
     for i in range(sequences):
