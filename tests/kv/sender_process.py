@@ -21,6 +21,8 @@ from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, identity, kv_of
 from tests.kv.ring_process import ucx
 
 NUM_BUFFERS = 4
+LIVENESS = Liveness(heartbeat_s=0.25, missed=20)
+"""Of both sides: a process that only waits for a core is silent for less."""
 
 
 async def main() -> None:
@@ -34,7 +36,7 @@ async def main() -> None:
         buffer_bytes=BUFFER_BYTES,
         ucx=ucx(),
     )
-    sender = KvSender(me, LAYOUT, staging, liveness=Liveness(heartbeat_s=0.1, missed=10))
+    sender = KvSender(me, LAYOUT, staging, liveness=LIVENESS)
     add_HandoverServicer_to_server(sender, server)
     await server.start()
     say(address=me.address, instance_id=me.instance_id)

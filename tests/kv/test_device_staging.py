@@ -102,14 +102,14 @@ async def test_no_more_is_tried_on_one_key_than_may_be_in_flight() -> None:
 async def test_a_read_that_hangs_keeps_its_buffer_and_the_rest_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiver, "READ_S", 0.3)
     faults = FaultInjector(FaultSpec())
     async with rig("device", num_buffers=8, receiver_faults=faults) as world:
         await world.receiver.meet(world.sender.identity)
-        faults.arm(parse("drop@transport.read:at=1,seconds=2"))
+        faults.arm(parse("drop@transport.read:at=1,seconds=5"))
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
-        with pytest.raises(HandoverFailed, match="could not be read"):
+        with monkeypatch.context() as patch, pytest.raises(HandoverFailed, match="could not be"):
+            patch.setattr(receiver, "READ_S", 1.0)
             await world.collect(offer, pool)
         assert world.landed.ring.num_orphaned == 1
         again, next_pool = world.offer(POSITIONS), Pool()

@@ -83,7 +83,7 @@ async def test_every_point_is_reached() -> None:
 SOON = {
     **LIMITS,
     **{
-        state: StateLimit("a test", 0.3)
+        state: StateLimit("a test", 2.0)
         for state in (*SenderState, *ReceiverState)
         if state in LIMITS
     },

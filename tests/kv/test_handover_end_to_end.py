@@ -172,10 +172,10 @@ async def test_kv_chunks_are_sealed_against_changes_on_an_isolated_network() -> 
 @pytest.mark.deep
 async def test_a_long_wait_for_prefill_is_bridged_by_heartbeats() -> None:
     """Four times what either side takes for death."""
-    async with rig(liveness=Liveness(heartbeat_s=0.1, missed=5)) as world:
+    async with rig(liveness=Liveness(heartbeat_s=0.2, missed=5)) as world:
         offer, pool = world.offer(20), Pool()
         collecting = asyncio.create_task(world.collect(offer, pool))
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)
         assert not collecting.done()
         world.compute(offer)
         await collecting

@@ -48,10 +48,11 @@ class Reserving(Pool):
 
 
 async def at(stage: str, world: Rig) -> tuple[PendingTransfer, Reserving, asyncio.Task[Collected]]:
-    """A hand-over of 40 positions that has come to a stage and stays there."""
+    """A hand-over of 40 positions that has come to a stage and stays there, if it does not end
+    on the way."""
     offer, pool = world.offer(40), Reserving()
     collecting = asyncio.create_task(world.collect(offer, pool))
-    await until(lambda: offer.side.state is SenderState.OPENED)
+    await until(lambda: collecting.done() or offer.side.state is SenderState.OPENED)
     if stage == "reserving":
         pool.may_reserve.clear()
     if stage == "packing":
@@ -69,7 +70,7 @@ async def at(stage: str, world: Rig) -> tuple[PendingTransfer, Reserving, asynci
         "unpacking": lambda: pool.unpacking > 0,
         "waiting for token 0": lambda: len(pool.kv) == 40,
     }
-    await until(conditions[stage])
+    await until(lambda: collecting.done() or conditions[stage]())
     return offer, pool, collecting
 
 
@@ -172,8 +173,9 @@ async def test_every_states_deadline_ends_both_sides(state: State, stage: str) -
 @pytest.mark.parametrize("whose", ["sender", "receiver"])
 async def test_the_deadline_of_the_whole_ends_both_sides(whose: str) -> None:
     async with rig() as world:
-        offer = world.offer(20, deadline_s=0.3 if whose == "sender" else 60)
-        ticket = world.ticket(offer, deadline_s=0.3 if whose == "receiver" else 60)
+        await world.receiver.meet(world.sender.identity)
+        offer = world.offer(20, deadline_s=1.0 if whose == "sender" else 60)
+        ticket = world.ticket(offer, deadline_s=1.0 if whose == "receiver" else 60)
         pool = Pool()
         with pytest.raises(HandoverFailed, match="out of time"):
             await world.receiver.collect(ticket, pool.reserve, pool.unpack)

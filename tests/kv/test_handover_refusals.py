@@ -66,8 +66,10 @@ async def test_only_the_receiver_it_was_made_for_gets_a_hand_over() -> None:
 
 
 async def test_an_unknown_id_waits_a_moment_and_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "EARLY_STREAM_S", 0.1)
     async with rig() as world:
+        await world.receiver.meet(world.sender.identity)
+        # It is also the time that a stream has to say what it wants.
+        monkeypatch.setattr(sender_module, "EARLY_STREAM_S", 0.5)
         pool = Pool()
         ticket = world.ticket_for(secrets.token_bytes(16), 20)
         with pytest.raises(HandoverFailed, match="not on offer"):

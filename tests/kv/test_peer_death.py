@@ -20,9 +20,9 @@ from batonlm.core.errors import HandoverFailed
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.transfer.peers import SenderConnection
 from batonlm.transfer.receiver import KvReceiver, TransferRequest
-from batonlm.transfer.stream import Liveness
 from batonlm.transfer.transports import Staging
 from tests.kv.rig import BUFFER_BYTES, LAYOUT, TOKENS, Pool, expected, identity, until
+from tests.kv.sender_process import LIVENESS
 
 NUM_BUFFERS = 4
 
@@ -87,9 +87,7 @@ async def world(transport: str) -> AsyncIterator[World]:
         channels.append(grpc.aio.insecure_channel(peer.address))
         return SenderConnection(channels[-1])
 
-    receiver = KvReceiver(
-        me, LAYOUT, staging, connect, liveness=Liveness(heartbeat_s=0.1, missed=10)
-    )
+    receiver = KvReceiver(me, LAYOUT, staging, connect, liveness=LIVENESS)
     here = World(receiver, me, staging)
     await here.start(transport)
     try:
@@ -154,13 +152,15 @@ async def test_a_sender_that_falls_silent_again_and_again_costs_no_sockets() -> 
     def sockets(process: object) -> int:
         return len(os.listdir(f"/proc/{process}/fd"))
 
+    async def hand_over(here: World) -> None:
+        ticket, pool = await here.offer(30, finished=30), Pool()
+        await here.receiver.collect(ticket, pool.reserve, pool.unpack)
+        assert pool.kv == expected(ticket.handover_id, 30)
+
     async with world("nixl") as here:
-        counts = []
-        for _ in range(3):
-            ticket, pool = await here.offer(30, finished=30), Pool()
-            await here.receiver.collect(ticket, pool.reserve, pool.unpack)
-            assert pool.kv == expected(ticket.handover_id, 30)
-            counts.append((sockets("self"), sockets(here.process.pid)))
+        await hand_over(here)
+        ours, theirs = sockets("self"), sockets(here.process.pid)
+        for _ in range(2):
             ticket, pool = await here.offer(100, finished=60), Pool()
             collecting = asyncio.create_task(
                 here.receiver.collect(ticket, pool.reserve, pool.unpack)
@@ -170,10 +170,10 @@ async def test_a_sender_that_falls_silent_again_and_again_costs_no_sockets() -> 
             with pytest.raises(HandoverFailed, match="silent"):
                 await collecting
             here.signal(signal.SIGCONT)
-        # Fewer are no leak: what earlier tests left to this process may close meanwhile.
-        ours, theirs = ([count[side] for count in counts] for side in (0, 1))
-        assert max(ours[1:]) <= ours[0]
-        assert max(theirs[1:]) <= theirs[0]
+            await hand_over(here)
+            # One that is no leak may close a moment later. Fewer are there where something that
+            # earlier tests left to this process closes meanwhile.
+            await until(lambda: sockets("self") <= ours and sockets(here.process.pid) <= theirs)
 
 
 @pytest.mark.deep
@@ -193,7 +193,8 @@ async def test_a_read_from_a_frozen_process_waits_orphaned(filter_reason: str) -
             process.kill()
     assert process.returncode == 0
     seen = json.loads(output)
-    assert not seen["in_time"] and seen["waited"] < 10
+    # While it is frozen: a read that outlasted its time would wait for it for ever.
+    assert not seen["in_time"]
     assert seen["orphaned"] == 1
     assert seen["canaries"], "bytes landed outside the buffer"
     assert seen["free"] == NUM_BUFFERS

@@ -191,14 +191,22 @@ async def test_a_peer_that_does_not_know_it_gets_one_message_for_each(
         monkeypatch.setattr(world.sender, "meet", meet)
         await world.receiver.meet(world.sender.identity)
         monkeypatch.setattr(Wire, "collect", lambda self: Recording(self._stub.Collect()))
-        offer, pool = world.offer(2 * POSITIONS_PER_BUFFER), Pool()
-        world.compute(offer)
-        await world.collect(offer, pool)
-        assert pool.kv == expected(offer.handover_id, 2 * POSITIONS_PER_BUFFER)
-    together = {type(each) for each in crossed if each.WhichOneof("message") == "several"}
-    understood = {"": {pb.CollectRequest, pb.CollectResponse}, "sender": {pb.CollectResponse},
-                  "receiver": {pb.CollectRequest}}  # fmt: skip
-    assert together == understood[older]
+        understood: set[type[pb.CollectRequest | pb.CollectResponse]] = set()
+        if older != "sender":
+            understood.add(pb.CollectRequest)
+        if older != "receiver":
+            understood.add(pb.CollectResponse)
+        # What of a hand-over is sent together depends on when its writes end.
+        for _ in range(20):
+            offer, pool = world.offer(2 * POSITIONS_PER_BUFFER), Pool()
+            world.compute(offer)
+            await world.collect(offer, pool)
+            assert pool.kv == expected(offer.handover_id, 2 * POSITIONS_PER_BUFFER)
+            together = {type(each) for each in crossed if each.WhichOneof("message") == "several"}
+            assert together <= understood
+            if together == understood:
+                return
+    raise AssertionError(f"only {together} travelled together")
 
 
 async def test_several_within_several_is_refused() -> None:
