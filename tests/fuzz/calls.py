@@ -13,7 +13,7 @@ from tests.fuzz import oracle
 from tests.fuzz.rpcs import Rpc
 
 OURS_S = 5.0
-"""Our deadline. Only calls that wait for what never comes reach it."""
+"""Our deadline for whatever is made up. Only calls that wait for what never comes reach it."""
 
 ENOUGH = 32
 """Responses after which we leave a stream; one that never ends (a Watch) after the first."""

@@ -18,6 +18,9 @@ END_STREAM, END_HEADERS = 1, 4
 HEARD_S = 2.0
 """How long an attacker waits for an answer that may never come, before it leaves."""
 
+CONNECTED_S = 120.0
+"""A bound for liveness: the port itself must take connections, however busy it is."""
+
 CHUNK = 1 << 16
 
 
@@ -51,7 +54,8 @@ def opening() -> bytes:
 def send_all(address: tuple[str, int], data: bytes) -> bytes:
     """Sends while the peer takes it, reads while it answers, and leaves. Returns what was read."""
     heard = bytearray()
-    with socket.create_connection(address, timeout=HEARD_S) as peer:
+    with socket.create_connection(address, timeout=CONNECTED_S) as peer:
+        peer.settimeout(HEARD_S)
         try:
             for at in range(0, len(data), CHUNK):
                 peer.sendall(data[at : at + CHUNK])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.fuzz.mutations import damages
 
-ANSWERED_S = 30.0
+ANSWERED_S = 120.0
 """A bound for liveness: whoever sent everything, or ended, is answered or cut."""
 
 METHODS = (b"GET", b"POST", b"PUT", b"DELETE", b"HEAD", b"OPTIONS", b"PATCH", b"TRACE", b"X" * 99)

@@ -43,7 +43,7 @@ def served_at(channel: grpc.Channel) -> set[str]:
     """The services that a process says it serves."""
     ask = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=20, wait_for_ready=True))
+    answer = next(stub.ServerReflectionInfo(iter([ask]), timeout=120, wait_for_ready=True))
     return {service.name for service in answer.list_services_response.service}
 
 

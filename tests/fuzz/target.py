@@ -25,11 +25,11 @@ from batonlm.v1.encode_pb2_grpc import EncodeStub
 from batonlm.v1.prefill_pb2_grpc import PrefillStub
 from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from batonlm.v1.worker_pb2_grpc import WorkerStub
-from tests.e2e.relay import Answer, Relay, options
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, options
 from tests.fuzz import seeds
 from tests.fuzz.rpcs import served_at
 
-SETTLED_S = 40.0
+SETTLED_S = 120.0
 """A bound for liveness: what a hand-over nobody collects holds is freed after 10 s."""
 
 OPTIONS = (("grpc.max_send_message_length", -1),)
@@ -56,7 +56,7 @@ class Target:
             services = served_at(channel)
             self.faces.append(Face(process["role"], process["grpc"], services, channel))
         for face in self.faces:
-            grpc.channel_ready_future(face.channel).result(timeout=20)
+            grpc.channel_ready_future(face.channel).result(timeout=PATIENCE_S)
         workers = [self._describe(role) for role in ("prefill", "decode")]
         self.seeds, self.words = seeds.seeds(workers), seeds.words(workers)
         # Once for what is made at first use: connections, thread pools, sessions, and the processes
@@ -65,11 +65,11 @@ class Target:
         self._ask()
         (encode,) = self.seeds["/baton.v1.Tokenizer/Encode"]
         TokenizerStub(self.face("tokenizer").channel).Encode(
-            tokenizer_pb2.EncodeRequest.FromString(encode[0]), timeout=40
+            tokenizer_pb2.EncodeRequest.FromString(encode[0]), timeout=PATIENCE_S
         )
         (run,) = self.seeds["/baton.v1.Encode/Run"]
         EncodeStub(self.face("encode").channel).Run(
-            encode_pb2.EncodeRunRequest.FromString(run[0]), timeout=40
+            encode_pb2.EncodeRunRequest.FromString(run[0]), timeout=PATIENCE_S
         )
         form = inference_pb2.StructuredOutput(regex="[a-z]+")
         relay.generate("one", options(max_tokens=2, form=form))
@@ -120,12 +120,14 @@ class Target:
         for request_id in seeds.REQUEST_IDS:
             for attempt in range(8):
                 wish = prefill_pb2.CancelRequest(request_id=request_id, attempt=attempt)
-                prefill.Cancel(wish, timeout=20)
+                prefill.Cancel(wish, timeout=PATIENCE_S)
         hello = decode_pb2.SessionRequest(hello=decode_pb2.SessionHello(router=seeds.ROUTER))
-        list(DecodeStub(self.face("decode").channel).Session(iter([hello]), timeout=20))
+        list(DecodeStub(self.face("decode").channel).Session(iter([hello]), timeout=PATIENCE_S))
 
     def _describe(self, role: str) -> worker_pb2.WorkerDescription:
-        watch = WorkerStub(self.face(role).channel).Watch(worker_pb2.WatchRequest(), timeout=20)
+        watch = WorkerStub(self.face(role).channel).Watch(
+            worker_pb2.WatchRequest(), timeout=PATIENCE_S
+        )
         first: worker_pb2.WatchResponse = next(iter(watch))
         watch.cancel()
         return first.description
@@ -149,7 +151,7 @@ class Target:
 def _holding(process: dict[str, Any]) -> dict[str, float]:
     """File descriptors and tasks of a process; of one that says so, also its watchers."""
     try:
-        with urllib.request.urlopen(process["metrics"], timeout=20) as answer:
+        with urllib.request.urlopen(process["metrics"], timeout=PATIENCE_S) as answer:
             text = answer.read().decode()
     except urllib.error.URLError as error:
         raise AssertionError(f"{process['role']} does not answer") from error

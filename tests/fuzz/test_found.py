@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from batonlm.v1 import prefill_pb2, types_pb2
+from tests.e2e.relay import PATIENCE_S
 from tests.fuzz.calls import check, send
 from tests.fuzz.rpcs import all_rpcs
 from tests.fuzz.target import Target
@@ -43,6 +44,6 @@ BANNED = prefill_pb2.RunRequest(
 def test_it_is_refused(target: Target, path: str, messages: Sequence[bytes]) -> None:
     rpc = next(rpc for rpc in all_rpcs() if rpc.path == path)
     face = target.serving(rpc.service)[0]
-    outcome = send(face.channel, rpc, messages)
+    outcome = send(face.channel, rpc, messages, PATIENCE_S)
     check(rpc, outcome)
     assert outcome.code is grpc.StatusCode.INVALID_ARGUMENT

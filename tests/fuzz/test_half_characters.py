@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from batonlm.rpc.address import split
 from batonlm.v1 import inference_pb2, tokenizer_pb2, types_pb2
+from tests.e2e.relay import PATIENCE_S
 from tests.fuzz.calls import check, send
 from tests.fuzz.http_requests import HEADERS, Sent, exchange, request
 from tests.fuzz.rpcs import all_rpcs
@@ -246,6 +247,7 @@ def test_a_tokenizer_asked_directly(target: Target, chat: tokenizer_pb2.Chat) ->
 
 def sent(target: Target, path: str, message: Message) -> grpc.StatusCode:
     rpc = next(rpc for rpc in all_rpcs() if rpc.path == path)
-    outcome = send(target.serving(rpc.service)[0].channel, rpc, [message.SerializeToString()])
+    channel = target.serving(rpc.service)[0].channel
+    outcome = send(channel, rpc, [message.SerializeToString()], PATIENCE_S)
     check(rpc, outcome)
     return outcome.code
