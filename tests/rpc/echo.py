@@ -16,16 +16,19 @@ _Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class Echo:
-    """error: what every handler raises after it has answered. ended: handlers whose finally ran."""
+    """error: what every handler raises after it has answered. waits: a unary handler was asked to
+    wait. ended: handlers whose finally ran."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
+        self.waits = asyncio.Event()
         self.ended: asyncio.Queue[str] = asyncio.Queue()
         self.cancelled: list[str] = []
 
     async def unary(self, request: bytes, context: _Context) -> bytes:
         try:
             if request == b"wait":
+                self.waits.set()
                 await asyncio.Event().wait()
             if self.error is not None:
                 raise self.error

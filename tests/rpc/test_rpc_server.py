@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from batonlm.cli.ports import free_ports
 from batonlm.core.errors import InvalidArgument, Unavailable
 from batonlm.rpc.address import PortInUse
 from batonlm.rpc.channels import INTERNAL_MESSAGE_BYTES, Channels
@@ -139,7 +140,7 @@ async def test_an_address_of_another_machine_is_named() -> None:
 
 async def test_nothing_stays_bound_when_metrics_cannot_be_served() -> None:
     async with serving() as (_, taken):
-        free = await _free_address()
+        free = _lasting_address()
         server = ProcessServer(listen=free, services=[], probes=Probes(metrics_listen=taken))
         with pytest.raises(PortInUse) as refused:
             await server.start()
@@ -186,7 +187,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_failure_and_no_silence(
 
 
 async def test_a_server_that_comes_back_on_its_port_is_found(channels: Channels) -> None:
-    async with serving() as (_, address):
+    async with serving(_lasting_address()) as (_, address):
         assert await call(channels.get(address), "unary", b"1") == [b"1"]
     await _until_refused(lambda: call(channels.get(address), "unary", b"2"))
     async with serving(address):
@@ -221,9 +222,9 @@ async def test_stop_cancels_what_outlives_the_grace(channels: Channels) -> None:
         await server.stop(0.1)
 
 
-async def _free_address() -> str:
-    async with serving() as (_, address):
-        return address
+def _lasting_address() -> str:
+    """Of a port that the system gives to nobody while no server listens there."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
 
 
 async def _until_refused(attempt: Callable[[], Awaitable[object]]) -> None:
@@ -265,7 +266,7 @@ async def test_a_server_that_stops_answers_what_has_arrived(channels: Channels) 
         loop.call_soon_threadsafe(stop_with_calls_waiting)
         calls = [unary(channel)(b"late", timeout=WITHIN_S) for _ in range(20)]
         # Those that do not arrive meanwhile are answered in the same way.
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.0)
         sent.set()
         for call in calls:
             try:
