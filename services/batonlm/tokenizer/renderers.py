@@ -86,7 +86,7 @@ attack by the texts of a conversation, or by a client's own template."""
 START_S = 30.0
 RETRY_AFTER_S = 1.0
 _CLOCK_PER_CPU = 10.0
-_SLACK_S = 1.0
+SLACK_S = 1.0
 """A chat's wall-clock limit is this plus _CLOCK_PER_CPU times the CPU time, so that a busy machine
 renders the same chats as an idle one."""
 BASE_MEMORY_BYTES = 1 << 28
@@ -169,7 +169,7 @@ class Renderers:
     def render(self, setup: Setup, chat: ChatPrompt) -> Reply:
         """Renders a chat. Raises InvalidArgument naming the invalid field, Overloaded when the
         machine is too busy, or Unavailable when no process can be started."""
-        return self._ask(setup, chat, _SLACK_S)
+        return self._ask(setup, chat, SLACK_S)
 
     def close(self) -> None:
         while self.idle:

@@ -103,13 +103,23 @@ async def test_memory_has_a_limit_too() -> None:
     await small.close()
 
 
-async def test_whoever_leaves_takes_the_process_along(checker: Checker) -> None:
-    leaving = asyncio.create_task(checker.check(EXPLODES))
-    await asyncio.sleep(0.05)
+async def test_whoever_leaves_takes_the_process_along() -> None:
+    patient = Checker(BUNDLED, (), cpu_s=60.0, num_processes=1)
+    await patient.check(GOOD)
+    (before,) = children()
+    leaving = asyncio.create_task(patient.check(EXPLODES))
+    spent = psutil.Process(before).cpu_times().user
+    async with asyncio.timeout(120):
+        # Its line has arrived, and it is at work.
+        while psutil.Process(before).cpu_times().user < spent + 0.05:  # noqa: ASYNC110 (a process)
+            await asyncio.sleep(0.01)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    await checker.check(GOOD)
+    await patient.check(Grammar(GrammarKind.REGEX, "b"))
+    (after,) = children()
+    assert after != before
+    await patient.close()
 
 
 async def test_too_many_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

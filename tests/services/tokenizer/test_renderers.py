@@ -115,14 +115,17 @@ def test_neighbours_are_rendered_meanwhile(bounded: Renderers) -> None:
 
 
 @pytest.mark.deep
-def test_it_is_not_the_clients_fault_that_the_machine_is_busy() -> None:
+def test_it_is_not_the_clients_fault_that_the_machine_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setup, chat = Setup("{{ messages[0].content }}"), ChatPrompt(MESSAGES)
     others = set(running())
     with closing(Renderers(cpu_s=0.02, max_characters=MAX_CHARACTERS)) as renderers:
         renderers.render(setup, chat)
         (child,) = set(running()) - others
         child.suspend()
-        with pytest.raises(Overloaded):
+        with monkeypatch.context() as hurried, pytest.raises(Overloaded):
+            hurried.setattr("batonlm.tokenizer.renderers.SLACK_S", 1.0)
             renderers.render(setup, chat)
         assert renderers.render(setup, chat).text == "0123456789"
         (child,) = set(running()) - others

@@ -18,7 +18,7 @@ from batonlm.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
-from tests.services.tokenizer.started import Started, exit_of, started
+from tests.services.tokenizer.started import PATIENCE_S, Started, exit_of, started
 
 INVALID = types_pb2.ERROR_REASON_INVALID_ARGUMENT
 
@@ -86,14 +86,14 @@ async def test_ids_become_text_item_by_item(served: Started) -> None:
 async def test_a_router_asks_for_names_and_for_text(served: Started) -> None:
     client = TokenizerClient(served.channel)
     item = pb.EncodeInput(text="the fox", add_special_tokens=True, with_token_strings=True)
-    encoded = await client.encode(item, "request", 10.0)
+    encoded = await client.encode(item, "request", PATIENCE_S)
     assert list(encoded.token_strings) == made("byte_level").encode("the fox").tokens
     back = pb.DecodeInput(token_ids=encoded.token_ids, skip_special_tokens=True)
-    text = await client.decode(back, "request", 10.0)
+    text = await client.decode(back, "request", PATIENCE_S)
     assert text == "the fox"
     with pytest.raises(InvalidArgument) as raised:
         wrong = pb.DecodeInput(token_ids=token_ids_to_bytes([10**6]))
-        await client.decode(wrong, "request", 10.0)
+        await client.decode(wrong, "request", PATIENCE_S)
     assert raised.value.field == "tokens"
 
 
@@ -185,7 +185,8 @@ BOMBING = """\
 async def test_what_the_models_own_template_may_cost_is_bounded(tmp_path: Path) -> None:
     """It renders what clients say: one that makes it work is alone in waiting for it."""
     folder = write_folder(tmp_path / "tiny", chat_template=BOMBING)
-    async with started("tokenizer", folder) as process:
+    slack = "batonlm.tokenizer.renderers.SLACK_S=60"
+    async with started("tokenizer", folder, constants=slack) as process:
         stub = TokenizerStub(process.channel)
         await stub.Encode(pb.EncodeRequest(inputs=[chat("hello")]))
         before = process.resident_mib()

@@ -65,7 +65,8 @@ async def test_it_is_never_encoded(busy: Any, how: str) -> None:
     first = stub.Encode(ask("first"))
     await until(lambda: encoder.began == ["first"])
     dropped = stub.Encode(ask("dropped"), timeout=None if how == "leaves" else 0.2)
-    await until(lambda: servicer.inputs.num == 2)
+    # On a machine that stands still its time may be up before it arrives.
+    await until(lambda: servicer.inputs.num == 2 or dropped.done())
     if how == "leaves":
         dropped.cancel()
         with pytest.raises(asyncio.CancelledError):
