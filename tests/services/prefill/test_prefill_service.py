@@ -83,9 +83,12 @@ async def test_nothing_is_moved_when_token_0_ends_every_choice() -> None:
 
 async def test_kv_that_nobody_comes_for_is_not_kept_for_ever() -> None:
     one = attempt()
-    async with pair(handover_timeout_s=0.3) as world:
+    async with pair() as world:
         assert firsts(await world.run(one, new_id())) == {0: reference(one)[0][:1]}
         assert world.prefilling.num_attempts == 1
+        await world.cancel_prefill(one)
+    async with pair(handover_timeout_s=0.3) as world:
+        assert firsts(await world.run(one, new_id())) == {0: reference(one)[0][:1]}
         await world.settle()
 
 

@@ -232,7 +232,7 @@ async def pair(
     transport: str = "loopback",
     *,
     block_sizes: tuple[int, int] = (16, 16),
-    resume_window_s: float = 2.0,
+    resume_window_s: float = 30.0,
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,

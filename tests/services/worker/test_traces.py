@@ -66,14 +66,21 @@ async def test_a_sequence_that_moves_is_given() -> None:
     recorded = Recorded()
     one, span = asked(recorded, attempt(max_tokens=200))
     async with pair(tracer=recorded.tracer) as world, router(world) as end:
+        runner = world.decode.runner
+        runner.hold()
+        runner.allow(20)
         await end.start(one)
         (key,) = keys_of(one)
         await until(lambda: len(end.tokens[key]) > 2)
-        world.decode.runner.hold()
         handover_id = new_id()
         await end.hand_over(key, handover_id)
-        world.decode.runner.open()
-        await until(lambda: key in end.migrated_out)
+
+        def answered() -> bool:
+            runner.allow(1)
+            return key in end.migrated_out
+
+        await until(answered)
+        runner.open()
         given, position = end.migrated_out[key]
         assert given == handover_id and position is not None
         output = tuple(end.tokens[key][: position - 1])

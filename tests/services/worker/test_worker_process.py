@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from batonlm.v1 import prefill_pb2, worker_pb2
 from batonlm.v1.decode_pb2_grpc import DecodeStub
 from batonlm.v1.prefill_pb2_grpc import PrefillStub
 from batonlm.v1.worker_pb2_grpc import WorkerStub
+from tests import leaks
 from tests.core.cache_replica import CacheReplica, hashes
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
-from tests.services.worker.processes import metrics_of, run_on, worker
+from tests.services.worker.processes import Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 STAGES = {
@@ -49,8 +51,10 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
         await run_on(prefill, decode, one, handover_id)
         assert await end.ended(one) == reference(one)
         assert end.started[one.key].received_bytes == 16 * 600
-        await end.start(long)
-        await until(lambda: bool(end.tokens[keys_of(long)[0]]))
+        (running,) = keys_of(long)
+        # Too far ahead of what is confirmed it waits, so it cannot end before it is looked at.
+        await end.start(long, max_unconfirmed=50)
+        await until(lambda: bool(end.tokens[running]))
         read = await asyncio.to_thread(metrics_of, decode.metrics)
         check_aliases(read, tmp_path.name)
         assert read['baton_kv_source_total{source="handover"}'] == 1
@@ -60,6 +64,10 @@ async def test_the_whole_path_and_both_leave_in_order(tmp_path: Path) -> None:
         check_handover_metrics(read, await asyncio.to_thread(metrics_of, prefill.metrics))
         decode.process.send_signal(signal.SIGTERM)
         prefill.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            while running not in end.ends:
+                await end.confirm(running, len(end.tokens[running]))
+                await asyncio.sleep(0.005)
         assert await end.ended(long) == reference(long)
         assert [await decode.exit_code(), await prefill.exit_code()] == [0, 0]
         await end.break_off()
@@ -214,6 +222,15 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
             assert error.message.encode() in logged
 
 
+def holds_only(process: Process, wanted: dict[str, float]) -> None:
+    """Waits until a process says so."""
+    told = leaks.RunningWorker(process.process.pid, f"http://{process.metrics}/metrics")
+    deadline = time.monotonic() + PATIENCE_S
+    while (held := leaks.held(told.read())) != wanted:
+        assert time.monotonic() < deadline, held
+        time.sleep(0.02)
+
+
 @pytest.mark.deep
 async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
     """So that the check after every other test is known to see one."""
@@ -228,6 +245,8 @@ async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
                 await run_on(prefill, decode, one, handover_id)
                 assert await end.ended(one) == reference(one)
                 await end.break_off()
+                # The session goes by itself.
+                await asyncio.to_thread(holds_only, decode, {"buffers": 1.0})
                 await decode.idle(0.5)
 
 
