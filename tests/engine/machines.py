@@ -56,8 +56,10 @@ def second_machine() -> Iterator[SecondMachine]:
 
 
 def _second_machine() -> Iterator[SecondMachine]:
-    machine = SecondMachine(f"baton{os.getpid()}m", f"bt{os.getpid() % 10**8}")
+    machine = SecondMachine("baton-machine", "baton-cable")
     inside = f"-n {machine.namespace}"
+    # What a process left that was killed.
+    _remove(machine)
     try:
         _ip(f"netns add {machine.namespace}")
         _ip(f"link add {machine.cable} type veth peer name k0 netns {machine.namespace}")
@@ -68,8 +70,12 @@ def _second_machine() -> Iterator[SecondMachine]:
         _ip(f"{inside} link set lo up")
         yield machine
     finally:
-        for command in (f"netns del {machine.namespace}", f"link del {machine.cable}"):
-            subprocess.run(["ip", *command.split()], check=False, capture_output=True, timeout=120)
+        _remove(machine)
+
+
+def _remove(machine: SecondMachine) -> None:
+    for command in (f"netns del {machine.namespace}", f"link del {machine.cable}"):
+        subprocess.run(["ip", *command.split()], check=False, capture_output=True, timeout=120)
 
 
 def ranks_below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
