@@ -51,10 +51,9 @@ asyncio.run(main())
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(900)
 def test_many_large_schemas_take_no_more_than_they_may() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", BOUNDED], check=True, capture_output=True, timeout=120
-    )
+    ran = subprocess.run([sys.executable, "-c", BOUNDED], check=True, capture_output=True)
     assert int(ran.stdout) < MAX_KEPT_BYTES + SLACK_BYTES
 
 
