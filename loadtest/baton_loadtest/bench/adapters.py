@@ -140,12 +140,14 @@ def _beside_loads(
     gaps: dict[str, list[float]] = {"alone": [], "beside": []}
     loads = 0
 
-    def load_on(stop: threading.Event) -> int:
+    def load_on(begun: threading.Event, stop: threading.Event) -> int:
+        begun.set()
         count = 0
-        while not stop.is_set():
+        while True:
             runner.unload_adapter(runner.load_adapter(hot).digest)
             count += 1
-        return count
+            if stop.is_set():
+                return count
 
     def stream(times: list[float]) -> None:
         timer.once(job["batch"], job["context"], used)
@@ -159,9 +161,10 @@ def _beside_loads(
     with ThreadPoolExecutor(1) as threads:
         for number in range(job["rounds"]):
             stream(gaps["alone"])
-            stop = threading.Event()
-            loading = threads.submit(load_on, stop)
+            begun, stop = threading.Event(), threading.Event()
+            loading = threads.submit(load_on, begun, stop)
             try:
+                begun.wait()
                 stream(gaps["beside"])
             finally:
                 stop.set()

@@ -18,7 +18,7 @@ def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken if a process has ended or does not answer."""
     per = min(PER_HANDOVER, args.count)
     settings = replace(
-        Settings(transport=args.transport, memory=args.memory),
+        Settings(transport=args.transport, memory=args.memory).patient,
         positions=per * PER_BUFFER,
         chunk=5 * PER_BUFFER,
     )

@@ -24,7 +24,7 @@ from batonlm.cli.ports import free_ports
 from batonlm.cli.supervisor import ChildProcess, LogFile
 from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-START_S = 60.0
+START_S = 180.0
 
 
 class Cluster:

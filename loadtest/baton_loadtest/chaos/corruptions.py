@@ -98,7 +98,9 @@ HEADERS = {rule for rule in INJECTIONS.values() if rule.endswith("part=header")}
 
 def measure(args: argparse.Namespace) -> list[Result]:
     """Raises Broken if a process has ended or does not answer."""
-    settings = Settings(transport=args.transport, memory=args.memory, buffer_bytes=ALIGNMENT)
+    settings = Settings(
+        transport=args.transport, memory=args.memory, buffer_bytes=ALIGNMENT
+    ).patient
     # The last KV chunk is a state.
     settings = replace(settings, positions=(KV_CHUNKS - 1) * 15, state_positions=15, chunk=15)
     draw = random.Random(args.seed)

@@ -17,7 +17,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -67,6 +67,12 @@ class Settings:
     missed: int = 10
     """See `batonlm.transfer.stream.Liveness`."""
     faults: str = ""
+
+    @property
+    def patient(self) -> Settings:
+        """The same for experiments in which neither process stops: one that only waits for a core
+        must not count as silent."""
+        return replace(self, missed=20 * self.missed)
 
     @property
     def moved(self) -> int:

@@ -69,7 +69,7 @@ KV_MEMORY_MIB = 64
 evicted, and are computed and handed over again when a stream is repeated."""
 
 PATIENCE_S = 120.0
-REST_S = 15.0
+REST_S = 60.0
 POLL_S = 0.1
 
 
