@@ -29,7 +29,7 @@ from batonlm.client.messages import (
     scores_from_proto,
     vectors_from_proto,
 )
-from batonlm.core.errors import BatonError, Cancelled, Unavailable
+from batonlm.core.errors import BatonError, Cancelled, Unavailable, Unimplemented
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.request.request import (
     Accepted,
@@ -81,17 +81,18 @@ class Answer:
 
 
 class _Call:
-    """One request, which may take several calls until a part of its answer was received."""
+    """One request, which may take several calls until a part of its answer was received, and where
+    its events have ids, until all of it was."""
 
     def __init__(
         self,
         begin: Callable[..., Any],
-        request: object,
+        request: Any,
         retries: Retries,
         timeout_s: float | None,
         closed: Callable[[], bool],
     ) -> None:
-        """closed: whether the client was."""
+        """closed: whether the client was. A call that continues a stream changes the request."""
         self._begin = begin
         self._closed = closed
         self._request = request
@@ -100,9 +101,15 @@ class _Call:
         """For all calls together."""
         self._deadline: float | None = None
         self._calls = 0
+        self._has_part = False
+        """Whether a part of the answer was received."""
+        self._last_event_id = ""
+        """After which event another call goes on."""
 
     def begin(self) -> Any:
         """Makes the next call with the remaining time. The first call starts the clock."""
+        if self._last_event_id:
+            self._request.options.last_event_id = self._last_event_id
         now = time.monotonic()
         if not self._calls and self._timeout_s is not None:
             self._deadline = now + self._timeout_s
@@ -110,13 +117,24 @@ class _Call:
         left_s = None if self._deadline is None else max(0.0, self._deadline - now)
         return self._begin(self._request, timeout=left_s)
 
-    def pause_s(self, failure: Any, *, received: bool = False) -> float:
+    def received(self, message: pb.GenerationEvent) -> Event | None:
+        """Returns the event; None for one that a former call has brought, and for a kind that this
+        client does not know (from a newer server). Raises Unimplemented where a server begins
+        anew."""
+        again, self._last_event_id = bool(self._last_event_id), message.id
+        if again and not message.id:
+            raise Unimplemented("The server is too old to go on with a stream.")
+        self._has_part = True
+        return None if again and message.HasField("accepted") else event_from_proto(message)
+
+    def pause_s(self, failure: Any) -> float:
         """Returns the seconds to wait before the next call. Raises the failure as a BatonError if
-        a retry cannot help, or if a part of the answer was received."""
+        a retry cannot help, or if a part of the answer was received and nothing can go on."""
         if self._closed():
             raise Cancelled("The client was closed.") from None
         error: BatonError = from_rpc_error(failure)
-        if received or not error.retryable or self._calls > self._retries.most:
+        broken = self._has_part and not self._last_event_id
+        if broken or not error.retryable or self._calls > self._retries.most:
             raise error from None
         pause_s = error.retry_after_s
         if pause_s is None:
@@ -257,18 +275,16 @@ class Stream(_Received, Iterator[Event]):
         return self._answer()
 
     def _run(self) -> Generator[Event, None, None]:
-        received = False
         while True:
             call = self._call.begin()
             try:
                 for response in call:
-                    received = True
-                    event = event_from_proto(response.event)
+                    event = self._call.received(response.event)
                     if event is not None:
                         yield event
                 return
             except grpc.RpcError as failure:
-                pause_s = self._call.pause_s(failure, received=received)
+                pause_s = self._call.pause_s(failure)
             finally:
                 call.cancel()
             time.sleep(pause_s)
@@ -394,18 +410,16 @@ class AsyncStream(_Received, AsyncIterator[Event]):
         return self._answer()
 
     async def _run(self) -> AsyncGenerator[Event, None]:
-        received = False
         while True:
             call = self._call.begin()
             try:
                 async for response in call:
-                    received = True
-                    event = event_from_proto(response.event)
+                    event = self._call.received(response.event)
                     if event is not None:
                         yield event
                 return
             except grpc.aio.AioRpcError as failure:
-                pause_s = self._call.pause_s(failure, received=received)
+                pause_s = self._call.pause_s(failure)
             finally:
                 call.cancel()
             await asyncio.sleep(pause_s)

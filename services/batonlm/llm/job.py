@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 from collections import deque
 from collections.abc import Collection
@@ -16,10 +17,10 @@ from batonlm.core.request.attempt import Attempt, ChoiceTokens, TokenLog
 from batonlm.core.request.first_attempt import (
     check_size,
     check_vocabulary,
-    drawn_seed,
     first_attempt,
     resolve_stop,
     scoring,
+    seed_of,
     truncated,
 )
 from batonlm.core.request.model import AdapterDescription, ModelDescription
@@ -142,7 +143,8 @@ class Job:
         check_vocabulary(request, model)
         check_size(request, len(prompt))
         digest = adapter.digest if adapter else ""
-        own = first_attempt(request, request_id, prompt, drawn_seed(request), stop, digest)
+        seed = seed_of(request, secrets.token_hex(16))
+        own = first_attempt(request, request_id, prompt, seed, stop, digest)
         self.model_name = adapter.name if adapter else model.name
         """As the answer says it."""
         self.batch = batch

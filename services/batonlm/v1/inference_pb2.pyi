@@ -276,6 +276,8 @@ class GenerationOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    EVENT_IDS_FIELD_NUMBER: _builtins.int
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices, 1 to 16. Default 1."""
     return_token_ids: _builtins.bool
@@ -287,6 +289,14 @@ class GenerationOptions(_message.Message):
     cache_salt: _builtins.str
     """KV is shared only among requests of the same salt. Default: with all of the same tenant that
     name none.
+    """
+    event_ids: _builtins.bool
+    """Give every event an id, by which the stream can be continued. Such a request must not be for a
+    name that two models answer.
+    """
+    last_event_id: _builtins.str
+    """Continue a stream after this event: the rest of the request, and the tenant, must be those that
+    began it. The first event is a new `accepted`; deltas have what the client has not, with ids.
     """
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
@@ -311,10 +321,12 @@ class GenerationOptions(_message.Message):
         priority: _builtins.int = ...,
         structured_output: Global___StructuredOutput | None = ...,
         cache_salt: _builtins.str = ...,
+        event_ids: _builtins.bool = ...,
+        last_event_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "keep_special_tokens", b"keep_special_tokens", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "event_ids", b"event_ids", "keep_special_tokens", b"keep_special_tokens", "last_event_id", b"last_event_id", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
@@ -379,6 +391,9 @@ class GenerationEvent(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Where in the stream the event is, when ids were asked for. Send the last one as `last_event_id`."""
     @_builtins.property
     def accepted(self) -> Global___RequestAccepted:
         """The request was accepted; always the first event."""
@@ -397,10 +412,11 @@ class GenerationEvent(_message.Message):
         accepted: Global___RequestAccepted | None = ...,
         delta: Global___ChoiceDelta | None = ...,
         finished: Global___RequestFinished | None = ...,
+        id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "delta", b"delta", "event", b"event", "finished", b"finished", "id", b"id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "delta", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015

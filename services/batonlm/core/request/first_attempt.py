@@ -1,13 +1,13 @@
 """From a valid request and the ids of its prompt to the first attempt, within a model's limits.
 
-Where a request has no seed, `drawn_seed` draws one: it is in the answer, so that the same request
-with it gets the same tokens.
+Where a request has no seed, `seed_of` makes one: it is in the answer, so that the same request with
+it gets the same tokens.
 """
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import replace
+from hashlib import blake2b
 
 from batonlm.core.errors import ContextLengthExceeded, InvalidArgument
 from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS
@@ -17,12 +17,16 @@ from batonlm.core.request.prompt_logprobs import MAX_BYTES, entries_bytes
 from batonlm.core.request.request import Request, SamplingParams, StopParams
 
 SEED_BITS = 53
-"""Bits of a drawn seed: every JSON reader represents them exactly."""
+"""Bits of a seed that is made: every JSON reader represents them exactly."""
 
 
-def drawn_seed(request: Request) -> int:
-    """Returns the request's seed, or a random one."""
-    return secrets.randbits(SEED_BITS) if request.seed is None else request.seed
+def seed_of(request: Request, stream_id: str) -> int:
+    """Returns the request's seed, or the one that follows from a random id, so that whoever has
+    both the request and the id can run it again."""
+    if request.seed is not None:
+        return request.seed
+    digest = blake2b(stream_id.encode(), digest_size=8, person=b"baton seed").digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
 def check_size(request: Request, num_prompt: int) -> None:

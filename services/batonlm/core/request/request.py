@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from batonlm.core.admission.tenants import ANYONE, Tenant
 from batonlm.core.observe.stages import UNTRACED, StageTimes, TraceContext
+
+if TYPE_CHECKING:
+    from batonlm.core.request.resumption import StreamPosition
 
 
 class GrammarKind(Enum):
@@ -246,6 +250,11 @@ class Request:
     """The side where tokens are dropped: "left" keeps the end, "right" keeps the beginning."""
     trace: TraceContext = UNTRACED
     """The trace context of the caller."""
+    resumable: bool = False
+    """Whether another run of the request may continue its stream, so that it has to be one that any
+    router can repeat."""
+    resumes: StreamPosition | None = None
+    """What the client has of an earlier run's stream, which this one continues."""
 
     def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
         """Returns the request with the tenant of its API key and the trace context of its caller.

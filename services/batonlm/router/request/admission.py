@@ -55,6 +55,9 @@ from batonlm.router.workers.encoders import input_bytes
 from batonlm.router.workers.fleet import Fleet
 from batonlm.router.workers.work_queue import AskedBy
 
+REQUEST_ID_BYTES = 16
+"""All random, so that nobody can guess the id of another's request."""
+
 MAX_QUEUED_TOKENS = 1 << 20
 """Most expected tokens of all queued requests together."""
 
@@ -106,6 +109,13 @@ class RequestContext:
     """The name that it asked for, where that stands for models."""
     adapter: str = ""
     """The name of the LoRA adapter that it runs with, once that is known."""
+
+    @property
+    def stream_id(self) -> str:
+        """The id of the request that began its stream: its own, unless it continues another's.
+        What is left to chance follows from it."""
+        resumes = self.request.resumes
+        return self.request_id if resumes is None else resumes.stream_id
 
     @property
     def caller(self) -> AskedBy:
@@ -234,7 +244,13 @@ class AdmissionController:
             held.release()
             raise
         return RequestContext(
-            request, secrets.token_hex(12), deadline, input_bytes, charge, stages, self
+            request,
+            secrets.token_hex(REQUEST_ID_BYTES),
+            deadline,
+            input_bytes,
+            charge,
+            stages,
+            self,
         )
 
     def settle(self, context: RequestContext, prompt: int, stop: StopParams, model: str) -> None:

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 from batonlm.core.admission.admission import Holding
 from batonlm.core.admission.tenant_budgets import Refusal
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import BatonError, DeadlineExceeded, Unavailable
+from batonlm.core.errors import BatonError, DeadlineExceeded, InvalidArgument, Unavailable
 from batonlm.core.observe.request_record import RequestRecord
 from batonlm.core.request.attempt import Logprobs, TokenLog
 from batonlm.core.request.model import AdapterDescription, ModelDescription
@@ -422,6 +422,11 @@ class Pipeline:
         name = request.model or next(iter(self._config.model), "")
         alias = self.aliases().get(name)
         if alias is not None and alias.cascade is not None:
+            if request.resumable:
+                raise InvalidArgument(
+                    "A stream cannot be resumed where either of two models may have answered.",
+                    field="resumable",
+                )
             return await self._cascades.open(name, alias, request, holding, arrival)
         return await self.run_here(request, holding, arrival)
 

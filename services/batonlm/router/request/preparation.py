@@ -30,10 +30,10 @@ from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.first_attempt import (
     check_size,
     check_vocabulary,
-    drawn_seed,
     first_attempt,
     resolve_stop,
     scoring,
+    seed_of,
     truncated,
 )
 from batonlm.core.request.model import AdapterDescription, ModelDescription, ModelTask
@@ -200,7 +200,7 @@ class Preparation:
         check_vocabulary(request, model)
         check_size(request, len(prompt))
         context.controller.settle(context, len(prompt), stop, model.name)
-        seed = drawn_seed(request)
+        seed = seed_of(request, context.stream_id)
         services.metrics.accepted(request.tenant, model.name, len(prompt))
         if adapter is not None:
             services.metrics.adapter_accepted(name, len(prompt))
@@ -458,12 +458,12 @@ class Preparation:
                     if name in ("", model.name):
                         # Looks again: of one name there may be two models, and this request gets
                         # one of them.
-                        return fleet.model_for(context.request_id, model.name) or model, None
+                        return fleet.model_for(context.stream_id, model.name) or model, None
                 if base_alias is not None:
                     base = base_alias.model(conversation(context.request), served)
                 bases = served if not base else served & {base}
                 decodes = [w for w in fleet.decodes.snapshots() if w.model.name in bases]
-                adapter = adapter_for(context.request_id, adapter_name, decodes, fleet.adapters)
+                adapter = adapter_for(context.stream_id, adapter_name, decodes, fleet.adapters)
                 if adapter is not None and alias is None:
                     return adapter
                 # An adapter that no decode worker has now may come back, and so may a model that

@@ -32,6 +32,7 @@ from batonlm.core.request.request import (
     VectorInput,
     VectorPrompt,
 )
+from batonlm.core.request.resumption import EventIds, StreamPosition
 from batonlm.router.api.grpc.access import caller, deadline_s
 from batonlm.router.api.translation import ANY_OBJECT, choice
 from batonlm.router.request.pipeline import EventStream, Pipeline
@@ -142,11 +143,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     self._pipeline, message, read, lambda: deadline_s(context),
                     tenant=tenant, trace=trace, holding=holding,
                 )  # fmt: skip
+                events = EventMessages(request)
                 async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
                     async for event in stream:
                         response = new()
-                        put_event(event, response.event, return_token_ids=request.return_token_ids)
-                        await stall.watch(context.write(response))
+                        if events.put(event, response.event):
+                            await stall.watch(context.write(response))
             except BatonError as error:
                 raise in_client_words(error) from error
 
@@ -241,6 +243,9 @@ async def opened(
     pipeline.turn_away(tenant, message.options.priority)
     with pipeline.reading(tenant):
         request = read(message, deadline_s()).of(tenant, trace)
+        if message.options.last_event_id:
+            position = StreamPosition.parse(message.options.last_event_id, tenant.name)
+            request = replace(request, resumable=True, resumes=position)
     return request, await pipeline.open(request, holding)
 
 
@@ -252,6 +257,7 @@ _FIELDS = {
     },
     **{name: f"options.stop.{name}" for name in types_pb2.StopParams.DESCRIPTOR.fields_by_name},
     "grammar": "options.structured_output",
+    "resumable": "options.event_ids",
 }
 """Core's request field names to those of these messages, where they differ."""
 
@@ -323,6 +329,7 @@ def _request(
         cache_salt=options.cache_salt.encode(),
         deadline_s=deadline_s,
         grammar=_grammar(options.structured_output),
+        resumable=options.event_ids,
     )
 
 
@@ -339,8 +346,38 @@ def _grammar(form: pb.StructuredOutput) -> Grammar | None:
             return Grammar(GrammarKind[name.upper()], getattr(form, name))
 
 
-def put_event(event: Event, message: pb.GenerationEvent, *, return_token_ids: bool) -> None:
-    """Fills an empty message in place, because this runs for every token."""
+class EventMessages:
+    """Makes the messages of one request's events."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._ids: EventIds | None = None
+
+    def put(self, event: Event, message: pb.GenerationEvent) -> bool:
+        """Fills an empty message in place, because this runs for every token. Returns False when
+        the client has all of the event. Raises InvalidArgument when the request says something else
+        than the stream that it continues."""
+        if self._request.resumable:
+            return self._put_with_id(event, message)
+        _put_event(event, message, self._request.return_token_ids)
+        return True
+
+    def _put_with_id(self, event: Event, message: pb.GenerationEvent) -> bool:
+        request, ids = self._request, self._ids
+        if isinstance(event, Accepted):
+            position = request.resumes or StreamPosition(event.request_id)
+            ids = self._ids = EventIds(position, request.tenant.name, request.n)
+        assert ids is not None
+        if isinstance(event, Delta):
+            _, event = ids.split(event)
+            if event == Delta(event.choice):
+                return False
+        message.id = ids.finished() if isinstance(event, Finished) else ids.reached()
+        _put_event(event, message, request.return_token_ids)
+        return True
+
+
+def _put_event(event: Event, message: pb.GenerationEvent, return_token_ids: bool) -> None:
     match event:
         case Delta():
             _put_delta(event, message.delta, return_token_ids)

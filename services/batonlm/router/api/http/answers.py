@@ -47,6 +47,7 @@ class AnswerWriter(ABC):
     def __init__(self, call: GenerationCall, accepted: Sequence[Accepted], created: int):
         self._call = call
         self._accepted = accepted
+        self._id = f"{self.id_prefix}-{call.stream_id(accepted[0])}"
         self._created = created
         self._finished: dict[int, Finished] = {}
         self._sampled = 0
@@ -108,7 +109,7 @@ class AnswerWriter(ABC):
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
-            "id": f"{self.id_prefix}-{self._accepted[0].request_id}",
+            "id": self._id,
             "object": kind,
             "created": self._created,
             "model": self._accepted[0].model,

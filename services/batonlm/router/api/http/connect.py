@@ -34,6 +34,7 @@ from batonlm.core.request.request import Request
 from batonlm.router.api.grpc.access import bounded_s
 from batonlm.router.api.grpc.inference import (
     SERVICE,
+    EventMessages,
     VectorMessage,
     chat_from_proto,
     embed_from_proto,
@@ -42,7 +43,6 @@ from batonlm.router.api.grpc.inference import (
     in_client_words,
     listed_models,
     opened,
-    put_event,
     score_from_proto,
     score_response,
     vectors,
@@ -243,13 +243,14 @@ class _Stream:
             tenant=caller(scope), trace=_trace(scope), holding=holding,
         )  # fmt: skip
         error: Json | None = None
+        events = EventMessages(request)
         async with aclosing(stream):
             await envelopes.start()
             try:
                 async for event in stream:
                     answer = self.answer()
-                    put_event(event, answer.event, return_token_ids=request.return_token_ids)
-                    await envelopes.write(answer)
+                    if events.put(event, answer.event):
+                        await envelopes.write(answer)
             except BatonError as failure:
                 error = _error_document(failure, failure.request_id)
             except Exception:

@@ -19,10 +19,17 @@ from starlette.types import Receive, Scope, Send
 from batonlm.core.admission.admission import Holding
 from batonlm.core.errors import BatonError, Internal
 from batonlm.core.request.request import Accepted, Delta, Request, join_deltas
+from batonlm.core.request.resumption import EventIds, StreamPosition
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter
 from batonlm.router.api.http.body import Bodies, while_connected
-from batonlm.router.api.http.parse import GenerationCall, listed, most_urgent
+from batonlm.router.api.http.parse import (
+    LAST_EVENT_ID_HEADER,
+    RESUME_HEADER,
+    GenerationCall,
+    listed,
+    most_urgent,
+)
 from batonlm.router.api.http.responses import Header, Json, encode, error_document, send_json
 from batonlm.router.api.translation import in_client_words
 from batonlm.router.request.pipeline import EventStream, Pipeline, left
@@ -50,14 +57,23 @@ class Generation:
         async with self.bodies.received(scope, receive) as body:
             self.pipeline.turn_away(tenant, most_urgent(body.raw, tenant))
             headers = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+            given = dict(headers)
+            last_event_id = given.get(LAST_EVENT_ID_HEADER.lower())
             with self.pipeline.reading(tenant):
                 call = self.parse(body.raw).of(tenant, context_of(headers))
+                if last_event_id is not None:
+                    call = call.with_event_ids(last_event_id.decode("latin-1").strip())
+                elif call.stream and _says_yes(given.get(RESUME_HEADER)):
+                    call = call.with_event_ids(None)
             body.raw = b""
-            with_timings = dict(headers).get("x-baton-timings", b"").strip().lower()
             events = EventWriter(send)
             try:
                 work = self._respond(
-                    call, body.holding, send, events, with_timings=with_timings in (b"true", b"1")
+                    call,
+                    body.holding,
+                    send,
+                    events,
+                    with_timings=_says_yes(given.get("x-baton-timings")),
                 )
                 await while_connected(receive, work)
             except asyncio.CancelledError:
@@ -79,7 +95,8 @@ class Generation:
         async with _opened(self.pipeline, call.requests, holding) as opened:
             accepted = [first for first, _ in opened]
             streams = [stream for _, stream in opened]
-            answer = self.answer(call, accepted, int(time.time()))
+            created = int(time.time()) if call.resumes is None else call.resumes.created
+            answer = self.answer(call, accepted, created)
             headers = _headers(call, accepted[0])
             if not call.stream:
                 document = answer.document(await _gathered(call, streams, answer))
@@ -88,16 +105,24 @@ class Generation:
                     headers += answer.timing_headers()
                 await send_json(send, 200, document, headers)
                 return
+            ids = _event_ids(call, accepted[0], created) if call.resumable else None
             await events.start(headers)
             error: Json | None = None
             try:
                 async with events.kept_alive():
-                    pumps = [
-                        _pump(call, prompt, stream, answer, events)
-                        for prompt, stream in enumerate(streams)
-                    ]
-                    await in_parallel(*pumps)
-                await events.write(answer.last_chunk(with_timings=with_timings))
+                    if ids is not None:
+                        await _pump_with_ids(ids, streams[0], answer, events)
+                    else:
+                        pumps = [
+                            _pump(call, prompt, stream, answer, events)
+                            for prompt, stream in enumerate(streams)
+                        ]
+                        await in_parallel(*pumps)
+                last = answer.last_chunk(with_timings=with_timings)
+                if ids is None:
+                    await events.write(last)
+                elif not ids.has_all:
+                    await events.write(last, [ids.finished() for _ in last])
             except BatonError as failure:
                 error = error_document(in_client_words(failure, call.names))
             except Exception:
@@ -146,6 +171,32 @@ async def _pump(
                 await events.write(answer.with_usage(answer.chunks(prompt, event)))
 
 
+async def _pump_with_ids(
+    ids: EventIds, stream: EventStream, answer: AnswerWriter, events: EventWriter
+) -> None:
+    """Writes the chunks of the only prompt that the client has not, with their ids."""
+    opening = answer.with_usage(answer.opening(0))[ids.num_opened :]
+    await events.write(opening, [ids.opened() for _ in opening])
+    async for event in stream:
+        answer.count(0, event)
+        if isinstance(event, Delta):
+            had, new = ids.split(event)
+            # The answer counts what is left out: the offsets of the next tokens depend on it.
+            answer.chunks(0, had)
+            chunks = answer.with_usage(answer.chunks(0, new))
+            await events.write(chunks, ids.of_events(new.choice, len(chunks)))
+
+
+def _event_ids(call: GenerationCall, accepted: Accepted, created: int) -> EventIds:
+    """Raises InvalidArgument."""
+    position = call.resumes or StreamPosition(accepted.request_id, created)
+    return EventIds(position, call.requests[0].tenant.name, call.n)
+
+
+def _says_yes(value: bytes | None) -> bool:
+    return value is not None and value.strip().lower() in (b"true", b"1")
+
+
 @asynccontextmanager
 async def _opened(
     pipeline: Pipeline, requests: Sequence[Request], holding: Holding
@@ -174,12 +225,13 @@ async def _opened(
 def _headers(call: GenerationCall, accepted: Accepted) -> list[Header]:
     """x-request-id is the client's own id, if it sent one. Logs and answers always have the
     router's, which is then in x-baton-request-id. x-baton-seed: sent as `seed`, it reproduces the
-    answer."""
+    answer. A stream that continues another one has the other's id in its chunks."""
+    shown = call.request_id or call.stream_id(accepted)
     headers = [
-        (b"x-request-id", (call.request_id or accepted.request_id).encode()),
+        (b"x-request-id", shown.encode()),
         (b"x-baton-seed", b"%d" % accepted.seed),
     ]
-    if call.request_id:
+    if shown != accepted.request_id:
         headers.append((b"x-baton-request-id", accepted.request_id.encode()))
     if call.ignored:
         headers.append((b"x-baton-ignored-params", listed(call.ignored)))
@@ -240,9 +292,13 @@ class EventWriter:
         self._open = True
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
-    async def write(self, documents: Iterable[Json]) -> None:
-        if events := b"".join(b"data: %b\n\n" % encode(each) for each in documents):
-            await self.write_framed(events)
+    async def write(self, documents: Iterable[Json], ids: Sequence[str] = ()) -> None:
+        """ids: of the documents' events, where they have any."""
+        framed = [b"data: %b\n\n" % encode(each) for each in documents]
+        for place, event_id in enumerate(ids):
+            framed[place] = b"id: %b\n%b" % (event_id.encode(), framed[place])
+        if framed:
+            await self.write_framed(b"".join(framed))
 
     async def write_framed(self, events: bytes) -> None:
         """Writes whole events."""

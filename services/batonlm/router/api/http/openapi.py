@@ -11,6 +11,7 @@ import msgspec
 
 from batonlm.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from batonlm.router.api.http import answer_schema as answers
+from batonlm.router.api.http.parse import LAST_EVENT_ID_HEADER, RESUME_HEADER
 from batonlm.router.api.http.responses import Json
 from batonlm.router.api.http.schema import (
     REFUSED,
@@ -58,6 +59,10 @@ _STREAM_HEADERS = {
     "x-request-id": "The client's own `request_id`, or the one that this server gave.",
     "x-baton-seed": "The seed in use; sent as `seed`, it gives the same answer again.",
     "x-baton-ignored-params": "Parameters that had no effect.",
+}
+_RESUMING = {
+    RESUME_HEADER: "`true`: the events of a stream have ids.",
+    LAST_EVENT_ID_HEADER: "The stream goes on after the event with this id.",
 }
 _STRING: Json = {"type": "string"}
 
@@ -175,22 +180,22 @@ def _paths() -> Json:
 def _post(
     name: str, summary: str, body: type, answer: type, chunk: type | None = None
 ) -> dict[str, Any]:
-    content, headers = _json(answer), {}
+    content, headers, parameters = _json(answer), {}, []
     if chunk is not None:
+        parameters = [_parameter(name, "header", text) for name, text in _RESUMING.items()]
         events = {**_STRING, "description": f"Events, each a {chunk.__name__}."}
         content["text/event-stream"] = {"schema": events}
         headers = {
             each: {"schema": _STRING, "description": text} for each, text in _STREAM_HEADERS.items()
         }
     ok = {"description": "The answer.", "content": content, "headers": headers}
-    return {
-        "post": {
-            "operationId": name,
-            "summary": summary,
-            "requestBody": {"required": True, "content": _json(body)},
-            "responses": {"200": ok, **_errors(_ERRORS.keys() - {403})},
-        }
+    operation = {
+        "operationId": name,
+        "summary": summary,
+        "requestBody": {"required": True, "content": _json(body)},
+        "responses": {"200": ok, **_errors(_ERRORS.keys() - {403})},
     }
+    return {"post": operation | ({"parameters": parameters} if parameters else {})}
 
 
 def _operators(name: str, summary: str, body: type) -> Json:

@@ -18,6 +18,7 @@ from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.request import (
+    Accepted,
     ChatPrompt,
     Grammar,
     GrammarKind,
@@ -32,6 +33,7 @@ from batonlm.core.request.request import (
     ToolChoice,
     ToolUse,
 )
+from batonlm.core.request.resumption import FIELD, StreamPosition
 from batonlm.core.request.validation import REQUEST_RANGES, validate
 from batonlm.router.api.http.responses import encode
 from batonlm.router.api.http.schema import (
@@ -49,6 +51,8 @@ from batonlm.router.api.http.schema import (
     decode,
 )
 from batonlm.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
+
+RESUME_HEADER, LAST_EVENT_ID_HEADER = "x-baton-resume", "Last-Event-ID"
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions. A chat answer may fill the context."""
@@ -89,6 +93,16 @@ class GenerationCall:
     include_reasoning: bool
 
     @property
+    def resumable(self) -> bool:
+        """Whether each event of the stream has an id, from which another call can continue it."""
+        return self.requests[0].resumable
+
+    @property
+    def resumes(self) -> StreamPosition | None:
+        """What the client has of an earlier call's stream, which this one continues."""
+        return self.requests[0].resumes
+
+    @property
     def n(self) -> int:
         return self.requests[0].n
 
@@ -104,6 +118,30 @@ class GenerationCall:
         """Returns the call with its tenant and its caller's trace context."""
         requests = tuple(request.of(tenant, trace) for request in self.requests)
         return replace(self, requests=requests)
+
+    def stream_id(self, accepted: Accepted) -> str:
+        """Returns the id of the stream: of the one that this call continues, or its own."""
+        return accepted.request_id if self.resumes is None else self.resumes.stream_id
+
+    def with_event_ids(self, last_event_id: str | None) -> GenerationCall:
+        """Returns the call, whose tenant is known, as one with a resumable stream. last_event_id:
+        of the stream that it continues; None: it begins one. Raises InvalidArgument naming the
+        header."""
+        header = RESUME_HEADER if last_event_id is None else LAST_EVENT_ID_HEADER
+        if not self.stream:
+            raise InvalidArgument(f"{header} needs stream = true", field=header)
+        if len(self.requests) > 1:
+            raise InvalidArgument(f"{header} takes a single prompt", field=header)
+        names = {**self.names, "resumable": header, FIELD: header}
+        (request,) = self.requests
+        position = None
+        if last_event_id is not None:
+            try:
+                position = StreamPosition.parse(last_event_id, request.tenant.name)
+            except InvalidArgument as error:
+                raise in_client_words(error, names) from None
+        request = replace(request, resumable=True, resumes=position)
+        return replace(self, requests=(request,), names=names)
 
 
 def most_urgent(raw: bytes, tenant: Tenant) -> int:
