@@ -22,6 +22,7 @@ from batonlm.client import (
     Retries,
     Unavailable,
 )
+from batonlm.core.request.request import Request
 from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 from tests.services.router_http.test_timings import TIMES
 
@@ -145,6 +146,35 @@ async def test_it_tries_again_while_nothing_came(address: str, frontend: Scripte
     with pytest.raises(Overloaded):
         await asyncio.to_thread(ask)
     assert len(frontend.seen) == 8
+
+
+async def test_a_stream_with_ids_goes_on_where_it_was(
+    address: str, frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = frontend.open
+
+    async def open_again(request: Request, holding: Any = None) -> Any:
+        if request.resumes is not None:
+            # Another router, which cuts the same text into other pieces.
+            frontend.failure, frontend.together = None, 3
+        return await begin(request, holding)
+
+    monkeypatch.setattr(frontend, "open", open_again)
+    frontend.failure = Unavailable("lost", retry_after_s=0.01)
+    async with AsyncClient(address) as client:
+        stream = client.chat("hello", n=2, event_ids=True, return_token_ids=True)
+        events = [event async for event in stream]
+        answer = await stream.read()
+        expected = await client.chat("hello", n=2, return_token_ids=True).read()
+    assert sum(isinstance(event, Accepted) for event in events) == 1
+    assert answer.choices == expected.choices and len(frontend.seen) == 3
+
+    def ask() -> str:
+        with Client(address) as client:
+            return client.chat("hello", event_ids=True).text
+
+    frontend.failure, frontend.together = Unavailable("lost", retry_after_s=0.01), 1
+    assert await asyncio.to_thread(ask) == ANSWER
 
 
 async def test_closing_a_stream_ends_its_request(address: str, frontend: Scripted) -> None:

@@ -12,7 +12,13 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.admission.tenants import Tenant
-from batonlm.core.errors import BatonError, ContextLengthExceeded, Internal, Unavailable
+from batonlm.core.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    Internal,
+    InvalidArgument,
+    Unavailable,
+)
 from batonlm.core.request.request import (
     ChatPrompt,
     Grammar,
@@ -173,6 +179,14 @@ async def test_the_answer_is_held_for_so_many_tokens_and_no_longer(world: World)
     assert stream.tried_tokens == 0 and small.holds()
     await stream.aclose()
     await until(world.nothing_left)
+
+
+async def test_a_stream_that_is_to_be_resumed_is_refused(world: World) -> None:
+    """Another router may find another of the two."""
+    await start(world)
+    with pytest.raises(InvalidArgument) as refused:
+        await world.ask(ask(SURE, resumable=True))
+    assert refused.value.field == "resumable" and asked(world) == (0, 0)
 
 
 async def test_who_leaves_while_the_answer_is_held_leaves_nothing(world: World) -> None:

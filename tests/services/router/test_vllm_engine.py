@@ -114,7 +114,7 @@ async def test_ids_and_seed_are_told_in_headers(gateway: Gateway) -> None:
     call = gateway.stub.Generate(request(), timeout=120)
     headers = dict(await call.initial_metadata())
     assert headers["x-baton-seed"] == "5"
-    assert len(headers["x-baton-request-id"]) == 24
+    assert len(headers["x-baton-request-id"]) == 32
     call.cancel()
     await until(gateway.world.nothing_left)
 

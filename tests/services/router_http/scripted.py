@@ -37,6 +37,7 @@ from batonlm.core.request.request import (
     TextPrompt,
     TokenLogprobs,
     TokenPrompt,
+    join_deltas,
 )
 from batonlm.core.request.validation import validate
 from batonlm.router.api.access import OpenAuthenticator
@@ -63,10 +64,11 @@ class Scripted:
     """hold: if set, every answer stops after its first character until `release`.
 
     refusal: raised by open. away: by turn_away. failure: raised after the first character.
-    admission: has room for what is received.
+    together: how many characters a delta has. admission: has room for what is received.
     """
 
     hold: bool = False
+    together: int = 1
     refusal: BatonError | None = None
     away: BatonError | None = None
     failure: Exception | None = None
@@ -170,7 +172,7 @@ class Scripted:
         try:
             ids = prompt_ids(request)
             yield Accepted(
-                request_id=f"{len(self.seen):08x}",
+                request_id=f"{len(self.seen):0{32 if request.resumable else 8}x}",
                 model=MODEL.name,
                 prompt_tokens=len(ids),
                 seed=7 if request.seed is None else request.seed,
@@ -180,7 +182,10 @@ class Scripted:
                 trace_id="a" * 32,
             )
             self.started.set()
-            parts = [choice_deltas(request, choice) for choice in range(request.n)]
+            parts = [
+                joined(choice, choice_deltas(request, choice), self.together)
+                for choice in range(request.n)
+            ]
             tokens = 0
             for column in itertools.zip_longest(*parts):
                 for delta in column:
@@ -237,6 +242,11 @@ def choice_deltas(request: Request, choice: int) -> list[Delta]:
             reason = FinishReason.LENGTH
             break
     return [*deltas, Delta(choice, finish_reason=reason, stop_string=stop)]
+
+
+def joined(choice: int, deltas: list[Delta], together: int) -> list[Delta]:
+    starts = range(0, len(deltas), together)
+    return [join_deltas(choice, deltas[start : start + together]) for start in starts]
 
 
 def logprobs_of(request: Request, ids: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
