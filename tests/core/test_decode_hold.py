@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from batonlm.core.errors import HandoverFailed
+from batonlm.core.errors import HandoverFailed, InvalidArgument, NotFound
 from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.core.request.request import SamplingParams
-from batonlm.core.scheduler.events import AttemptFailed, Event, Held, NewTokens
+from batonlm.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from tests.core.attempts import Outputs, attempt, decode_loop, expected, run_out
@@ -142,3 +142,41 @@ def test_kv_that_swap_memory_lost_fails_the_one_that_stops() -> None:
             assert outputs.of(one) == expected(one)
     loop.idle_check()
     assert loop.scheduler.load.free_blocks == 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_nobody_collected_runs_on_as_another_attempt(depth: int) -> None:
+    loop = decode_loop(depth=depth)
+    one = attempt(size=10, max_tokens=30, sampling=SamplingParams(seed=3, top_logprobs=1))
+    outputs = running(loop, one, 6)
+    assert loop.scheduler.hold(KEY)
+    outputs.take([*loop.scheduler.take_events(), *run_out(loop)])
+    output = outputs.tokens[KEY]
+    again = replace(one, attempt=1, token_ids=(*one.token_ids, *output[:-1]))
+    for other in (replace(again, choices=(1,)), replace(again, token_ids=again.token_ids[1:])):
+        with pytest.raises(InvalidArgument):
+            loop.scheduler.resume(KEY, other)
+    loop.scheduler.resume(KEY, again)
+    with pytest.raises(NotFound):
+        loop.scheduler.resume(KEY, again)
+    complete, *rest = run_out(loop)
+    assert complete == KvComplete(again.key, len(again.token_ids), 0.0)
+    made = [t for e in rest if isinstance(e, NewTokens) for t in e.tokens]
+    assert {t.key for t in made} == {SequenceKey("r", 0, 1)}
+    assert [t.position for t in made] == list(range(len(output) - 1, 30))
+    assert all(len(t.logprobs) == 1 for t in made)
+    whole = output[:-1] + [token for t in made for token in t.token_ids]
+    assert whole == expected(one)[0]
+    loop.idle_check()
+    assert not loop.scheduler.has_work
+    assert loop.scheduler.load.free_blocks == 64
+
+
+def test_what_was_not_offered_runs_on_as_it_was() -> None:
+    loop = decode_loop(depth=2)
+    one = attempt(max_tokens=30)
+    outputs = running(loop, one, 5)
+    assert loop.scheduler.hold(KEY)
+    loop.scheduler.resume(KEY)
+    assert outputs.take(run_out(loop)).of(one) == expected(one)
+    loop.idle_check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import InvalidArgument, Unavailable
 from batonlm.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
 from batonlm.core.request.request import SamplingParams, StopParams
 from batonlm.core.request.request_state import AttemptRun, RequestState
@@ -45,22 +45,58 @@ def test_a_choice_that_is_migrated_out_goes_on_before_its_newest_token() -> None
     assert Phase.DECODE not in run.to_cancel, "it frees what it gave away by itself"
 
 
-def test_a_move_that_fails_counts_for_nothing() -> None:
+def test_a_move_that_fails_counts_for_nothing_and_the_choice_returns() -> None:
     request_state, before = decoding()
-    for number in range(1, 20, 2):
+    for number in range(1, 30, 3):
         assert request_state.migrated_out(before.attempt.attempt, 0, 2)
         (moved,) = request_state.next_attempts()
         request_state.placed(number, {Phase.DECODE})
+        assert not request_state.returns(0)
         request_state.phase_failed(
             number, Phase.DECODE, InvalidArgument("too long for that worker")
         )
         assert moved.state is AttemptState.FAILED and request_state.failure is None
+        assert request_state.returns(0)
+        (back,) = request_state.next_attempts()
+        assert back.moved and back.returned and not request_state.returns(0)
+        assert back.attempt.token_ids == (*PROMPT, 10)
+        request_state.attempt_failed(number + 1, Unavailable("its old worker is gone, too"))
+        assert not request_state.returns(0)
         (again,) = request_state.next_attempts()
         assert not again.moved
         assert again.attempt.token_ids == (*PROMPT, 10, 11)
-        request_state.placed(number + 1, BOTH)
-        request_state.kv_complete(number + 1)
+        request_state.placed(number + 2, BOTH)
+        request_state.kv_complete(number + 2)
         before = again
+
+
+def test_a_choice_that_returned_runs_on_and_may_move_again() -> None:
+    request_state, _ = decoding()
+    assert request_state.migrated_out(0, 0, 2)
+    request_state.next_attempts()
+    request_state.attempt_failed(1, Unavailable("that worker is gone"))
+    (back,) = request_state.next_attempts()
+    request_state.placed(2, {Phase.DECODE})
+    request_state.kv_complete(2)
+    assert back.state is AttemptState.DECODING
+    request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", 0, 0), 2, (66,)))
+    request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", 0, 2), 1, (11, 12)))
+    assert request_state.logs[0].token_ids() == (10, 11, 12)
+    assert request_state.migrated_out(2, 0, 3)
+    (moved,) = request_state.next_attempts()
+    assert moved.moved and not moved.returned
+
+
+def test_what_has_arrived_does_not_return() -> None:
+    request_state, _ = decoding()
+    assert request_state.migrated_out(0, 0, 2)
+    request_state.next_attempts()
+    request_state.placed(1, {Phase.DECODE})
+    request_state.kv_complete(1)
+    request_state.phase_failed(1, Phase.DECODE, Unavailable("that worker is gone"))
+    assert not request_state.returns(0)
+    (again,) = request_state.next_attempts()
+    assert not again.moved
 
 
 def test_giving_away_what_has_ended_or_is_incomplete() -> None:

@@ -192,4 +192,9 @@ async def _counters(running: RunningBaton, stays: str) -> tuple[float, float]:
     """Returns the input tokens that the remaining worker has computed, and the moved sequences."""
     computed = (await running.metrics(stays)).get("baton_prefill_tokens_total", 0.0)
     router = await running.metrics()
-    return computed, router.get('baton_moves_total{outcome="moved"}', 0.0)
+    moved = (
+        n
+        for name, n in router.items()
+        if name.startswith("baton_moves_total{") and '"moved"' in name
+    )
+    return computed, sum(moved)

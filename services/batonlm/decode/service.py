@@ -34,7 +34,7 @@ from batonlm.rpc.convert import prompt_logprobs_to_proto
 from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import OFF, Span, Tracer, ending, error_type
 from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as_handover_failure
-from batonlm.transfer.sender import KvSender
+from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.worker.service import (
     CACHED,
@@ -59,6 +59,10 @@ STUCK_S = 30.0
 """The session of a router that reads nothing for so long is dropped."""
 
 SWEEP_S = 0.25
+TAKE_BACK_S = 10.0
+"""How long a sequence whose KV was not collected is held for its router, which learns from the
+other worker that it did not get it, or by that worker's silence."""
+
 ROOM_POLL_S = 0.01
 """The interval between tries to reserve blocks that the steps in flight will free."""
 
@@ -92,6 +96,8 @@ class DecodeAttempt:
     """How many copies of its KV run."""
     over: list[tuple[int, ...]] = field(default_factory=list)
     """The arguments of `_free` that wait for these copies."""
+    resumes: OutgoingSequence | None = None
+    """The sequence with which it goes on, whose KV is here."""
 
     @property
     def trace_id(self) -> str:
@@ -101,6 +107,45 @@ class DecodeAttempt:
         """The attempt with only the choices that have not ended."""
         choices = tuple(c for c in self.attempt.choices if c in self.choices)
         return replace(self.attempt, choices=choices)
+
+
+class OutgoingSequence:
+    """A held sequence whose KV is on offer to another decode worker. The task that migrates it owns
+    it; its router may take it back while the KV is not collected."""
+
+    def __init__(self, running: DecodeAttempt, key: SequenceKey, offer: PendingTransfer) -> None:
+        self.running = running
+        self.key = key
+        self.offer = offer
+        self._claimed_by: DecodeAttempt | None = None
+        self._claimed = asyncio.Event()
+        self._resumed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def may_be_claimed_by(self, attempt: Attempt, session: RouterSession) -> bool:
+        mine = self.running.session is session and attempt.request_id == self.key.request_id
+        return mine and attempt.choices == (self.key.choice,) and self._claimed_by is None
+
+    def claim(self, running: DecodeAttempt) -> None:
+        """An attempt wants to go on with it: the offer is withdrawn."""
+        self._claimed_by = running
+        self._claimed.set()
+        self.offer.fail(Cancelled("taken back"))
+
+    async def claimed_by(self) -> DecodeAttempt | None:
+        """Waits, for a while, for the attempt that wants it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(TAKE_BACK_S):
+                await self._claimed.wait()
+        return self._claimed_by
+
+    async def resumed(self) -> bool:
+        """Waits until it is clear whether it runs on as that attempt."""
+        return await asyncio.shield(self._resumed)
+
+    def end(self, *, resumed: bool) -> None:
+        """Only the first call counts."""
+        if not self._resumed.done():
+            self._resumed.set_result(resumed)
 
 
 class DecodeService(AttemptService[DecodeAttempt]):
@@ -113,8 +158,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     A choice that migrates is held until its hand-over has ended: tokens of steps in flight still
     count, and no more steps are launched for it. Then all its KV is offered at once, with its
-    newest token, which has no KV yet. It is packed beside the steps of the other sequences.
-    Afterwards the sequence is freed in any case, as soon as no copy of its KV runs.
+    newest token, which has no KV yet. It is packed beside the steps of the other sequences. When
+    the other worker has collected it, the sequence is freed, as soon as no copy of its KV runs.
+    When it has not, because it refused, died or took too long, the router may let the sequence run
+    on here as a new attempt, so that nothing is computed again.
     """
 
     role = "decode"
@@ -139,6 +186,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         self._receiver = receiver
         self._resume_window_s = resume_window_s
         self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
+        self._outgoing: dict[bytes, OutgoingSequence] = {}
+        """By hand-over id."""
         self._confirmed: dict[SequenceKey, int] = {}
         self._confirming: asyncio.Task[None] | None = None
         self._sweeping = asyncio.create_task(self._sweep())
@@ -173,23 +222,34 @@ class DecodeService(AttemptService[DecodeAttempt]):
         attempt: Attempt,
         source: TransferRequest | None,
         max_unconfirmed: int,
+        held_handover_id: bytes = b"",
     ) -> None:
-        """Begins an attempt. source: None to prefill the input here. Repeating it has no effect.
+        """Begins an attempt. source: None to prefill the input here. held_handover_id: to go on
+        with the sequence that is on offer under it, also while draining. Repeating it has no
+        effect.
 
         Errors are reported in the session's frames, never raised.
         """
         known = self.attempts.get(attempt.key)
         if known is not None and known.session is session:
             return
-        if (refusal := self._refusal(attempt.key)) is not None:
+        resumes = self._outgoing.get(held_handover_id)
+        if held_handover_id:
+            refusal = self._refusal_to_resume(resumes, attempt, session)
+        else:
+            refusal = self._refusal(attempt.key)
+        if refusal is not None:
             session.failed(attempt.key, attempt.choices, refusal)
             return
         span = self._tracer.go_on(tracing.DECODE_RUN, parent=TraceContext(attempt.traceparent))
-        part = span.child(tracing.DECODE_PREFILL if source is None else tracing.COLLECT)
+        computes = source is None and resumes is None
+        part = span.child(tracing.DECODE_PREFILL if computes else tracing.COLLECT)
         choices, began = set(attempt.choices), time.monotonic()
         running = self.attempts[attempt.key] = DecodeAttempt(
-            attempt, session, source, max_unconfirmed, choices, span, part, began
+            attempt, session, source, max_unconfirmed, choices, span, part, began, resumes=resumes
         )
+        if resumes is not None:
+            resumes.claim(running)
         self._meter.began(session.router_instance_id, attempt)
         session.open(attempt.keys(), attempt.position)
         running.starting = self._spawn(self._start(running))
@@ -294,22 +354,38 @@ class DecodeService(AttemptService[DecodeAttempt]):
     def _is_empty(self) -> bool:
         return not self.attempts and not any(s.has_news for s in self.sessions.values())
 
+    def _refusal_to_resume(
+        self, outgoing: OutgoingSequence | None, attempt: Attempt, session: RouterSession
+    ) -> BatonError | None:
+        if outgoing is None or not outgoing.may_be_claimed_by(attempt, session):
+            return HandoverFailed("this worker does not hold that sequence (any more)")
+        if attempt.key in self.attempts:
+            return InvalidArgument("this attempt already runs here", field="attempt")
+        return None
+
     async def _start(self, running: DecodeAttempt) -> None:
-        """Hands an attempt's input to the scheduler, with KV collected or to be computed here.
+        """Hands an attempt's input to the scheduler, with KV that is here, collected or to be
+        computed.
 
         If the attempt ends early, its reserved blocks are freed after this task has ended.
         """
         key = running.attempt.key
         try:
-            grammar = await self._grammars.compiled(running.attempt.grammar)
-            if running.source is None:
+            if running.resumes is not None:
+                # The scheduler has its grammar.
+                if not await running.resumes.resumed():
+                    raise HandoverFailed("the KV of this attempt is not here any more")
+                grammar = None
+            else:
+                grammar = await self._grammars.compiled(running.attempt.grammar)
+            if running.resumes is None and running.source is None:
                 attempt, limit = running.remaining(), running.max_unconfirmed
                 await self._engine.call(
                     lambda loop: loop.scheduler.add(
                         attempt, time.monotonic(), max_unconfirmed=limit, grammar=grammar
                     )
                 )
-            else:
+            elif running.source is not None:
                 collected = await self._collect(running, running.source, grammar)
                 running.received_bytes = collected.received_bytes
                 try:
@@ -377,16 +453,29 @@ class DecodeService(AttemptService[DecodeAttempt]):
     async def _migrate_out(
         self, running: DecodeAttempt, key: SequenceKey, handover_id: bytes, receiver: str
     ) -> None:
-        """Owns a choice from the request to migrate it until its hand-over has ended."""
+        """Owns a choice from the request to migrate it until another worker has its KV, it runs on
+        here, or nobody wants it any more."""
         session, whole = running.session, AttemptKey(key.request_id, key.attempt)
         error: BatonError | None = None
         try:
             held = await self._hold(key)
-            if held is None:
+            offer = self._offer(running, held, handover_id, receiver) if held is not None else None
+            if held is None or offer is None:
+                if held is not None:
+                    await self._engine.call(lambda loop: loop.scheduler.resume(key))
                 del running.migrations[key.choice]
                 session.migrated_out(key, handover_id, None)
                 return
-            await self._give(running, held, handover_id, receiver)
+            outgoing = self._outgoing[handover_id] = OutgoingSequence(running, key, offer)
+            try:
+                session.migrated_out(key, handover_id, held.newest.position + 1)
+                error = await self._give(outgoing)
+                if error is not None and await self._resume(outgoing):
+                    error = None
+            finally:
+                offer.fail(Cancelled("cancelled"))
+                del self._outgoing[handover_id]
+                outgoing.end(resumed=False)
         except BatonError as raised:
             error = raised
         except Exception:
@@ -417,19 +506,14 @@ class DecodeService(AttemptService[DecodeAttempt]):
         finally:
             del self._holding[key]
 
-    async def _give(
+    def _offer(
         self, running: DecodeAttempt, held: Held, handover_id: bytes, receiver: str
-    ) -> None:
-        """Offers the KV, reports that to the session, and returns when the receiver has collected
-        it.
-
-        Raises HandoverFailed when that fails, and what `KvSender.offer` raises. Its cancellation
-        withdraws the offer.
-        """
-        key = held.key
+    ) -> PendingTransfer | None:
+        """Puts a held sequence's KV on offer; None: it cannot be now."""
+        choice = held.key.choice
 
         async def pack(first_position: int, count: int, out: KvPayload) -> None:
-            if key.choice not in running.choices:
+            if choice not in running.choices:
                 raise Cancelled("cancelled")
 
             def copy(runner: ModelRunner) -> None:
@@ -446,26 +530,41 @@ class DecodeService(AttemptService[DecodeAttempt]):
                     for choices in over:
                         self._free(running, *choices)
 
-        with ending(running.span.child(tracing.GIVE)):
+        try:
             offer = self._sender.offer(
                 handover_id,
                 receiver_instance_id=receiver,
                 num_positions=held.num_positions,
                 pack=pack,
                 deadline_s=self._handover_timeout_s,
-                about=named(key.request_id, running.trace_id),
+                about=named(held.key.request_id, running.trace_id),
             )
-            try:
-                offer.announce()
-                offer.advance(held.num_positions)
-                offer.tokens((held.newest,))
-                running.session.migrated_out(key, handover_id, held.newest.position + 1)
-                outcome = await offer.wait()
-            finally:
-                offer.fail(Cancelled("cancelled"))
-            if outcome.error is not None:
-                # A timeout or refusal of the hand-over is not one of the request.
-                raise as_handover_failure(outcome.error)
+        except (InvalidArgument, Overloaded) as error:
+            log.warning("a sequence is not handed over: %s", error.message)
+            return None
+        offer.announce()
+        offer.advance(held.num_positions)
+        offer.tokens((held.newest,))
+        return offer
+
+    async def _give(self, outgoing: OutgoingSequence) -> BatonError | None:
+        """Returns when the receiver has collected the KV, or the error for which it has not."""
+        with ending(outgoing.running.span.child(tracing.GIVE)) as span:
+            outcome = await outgoing.offer.wait()
+            span.end(error_type(outcome.error))
+        # A timeout or refusal of the hand-over is not one of the request.
+        return None if outcome.error is None else as_handover_failure(outcome.error)
+
+    async def _resume(self, outgoing: OutgoingSequence) -> bool:
+        """Lets a sequence whose KV was not collected run on as the attempt that wants it. Returns
+        False when none does."""
+        running = await outgoing.claimed_by()
+        if running is None or self.attempts.get(running.attempt.key) is not running:
+            return False
+        # If that attempt ends meanwhile, its blocks are freed after this.
+        await self._engine.call(lambda loop: loop.scheduler.resume(outgoing.key, running.attempt))
+        outgoing.end(resumed=True)
+        return True
 
     def _confirm(self, positions: Mapping[SequenceKey, int]) -> None:
         """Passes positions on to the engine. One call runs at a time; positions that arrive
@@ -515,7 +614,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
     def _kv_complete(self, running: DecodeAttempt, event: KvComplete) -> None:
         cached, received = event.cached_tokens, running.received_bytes
         wait_s = time.monotonic() - running.began
-        if running.source is None:
+        if running.resumes is not None:
+            source, stage = "cache", "kv_wait"
+        elif running.source is None:
             source, stage = "local", "local_prefill"
             CACHED.inc(cached)
             PREFILLED.inc(len(running.attempt.token_ids) - cached)

@@ -131,7 +131,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
             session.failed(key, start.attempt.choices, error)
         else:
-            self._service.start(session, attempt, source, start.max_unconfirmed)
+            self._service.start(
+                session, attempt, source, start.max_unconfirmed, start.held_handover_id
+            )
 
     def _hand_over(self, session: RouterSession, wish: pb.HandOverSequence) -> None:
         key = SequenceKey(wish.request_id, wish.choice, wish.attempt)

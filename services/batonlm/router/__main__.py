@@ -151,7 +151,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             fleet.start()
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
-                asyncio.create_task(Migrator(fleet, metrics).run()),
+                asyncio.create_task(Migrator(fleet, metrics, config.rebalancing).run()),
                 asyncio.create_task(pipeline.adapter_manager.keep()),
                 asyncio.create_task(authenticator.run()),
                 *([asyncio.create_task(aliases.run())] if aliases is not None else []),

@@ -10,6 +10,7 @@ from typing import ClassVar
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.answers import AUTO, REASONING_CHOICES, TOOL_CHOICES
 from batonlm.core.routing.aliases import Alias
+from batonlm.core.routing.rebalance import RebalancePolicy
 from batonlm.core.routing.routing import RoutingPolicy
 from batonlm.router.api.access import check_exposure
 from batonlm.router.workers.discovery import parse_target
@@ -116,6 +117,18 @@ class RouterConfig(ProcessOptions):
         "measured speeds say that it takes less time",
         unit="tokens",
         minimum=-1,
+    )
+    rebalance_moves: int = option(
+        60,
+        "running sequences that may move between decode workers in a minute, with their KV, so "
+        "that these are evenly loaded and none runs out of memory; 0: none",
+        minimum=0,
+        maximum=60_000,
+    )
+    rebalance_margin: float = option(
+        0.25,
+        "by what share of the mean a decode worker has more or fewer sequences before some move",
+        minimum=0.05,
     )
     target_first_token_ms: float = option(
         2000.0,
@@ -258,6 +271,10 @@ class RouterConfig(ProcessOptions):
     @property
     def routing(self) -> RoutingPolicy:
         return RoutingPolicy(self.local_prefill_tokens, SLOW_START_S)
+
+    @property
+    def rebalancing(self) -> RebalancePolicy:
+        return RebalancePolicy(self.rebalance_margin, self.rebalance_moves)
 
     @property
     def faces(self) -> dict[str, str]:

@@ -449,6 +449,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.giving: dict[SequenceKey, bytes] = {}
         self.running: dict[AttemptKey, _Running] = {}
         self.starts: list[Attempt] = []
+        self.taken_back: list[Attempt] = []
+        """Those of them that go on with KV that no other worker collected."""
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
         self.furthest_ahead = 0
         self.stepping = asyncio.Event()
@@ -570,6 +572,9 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             self._fail(attempt.key, error, router)
             return
+        if start.held_handover_id:
+            self._take_back(attempt, start, router)
+            return
         running = self.running[attempt.key] = _Running(
             router, attempt, start.source.handover_id, start.max_unconfirmed, set(attempt.choices)
         )
@@ -600,6 +605,23 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.giving[key] = wish.handover_id
         self.network.offer(wish.handover_id).set_result([made[-1]])
         self.network.on_collected[wish.handover_id] = lambda: self._gone(key)
+
+    def _take_back(self, attempt: Attempt, start: decode_pb2.StartSequence, router: str) -> None:
+        """Goes on with a sequence that no other worker has collected."""
+        held_id = start.held_handover_id
+        key = next((key for key, given in self.giving.items() if given == held_id), None)
+        if key is None:
+            self._fail(attempt.key, HandoverFailed("it is not here any more"), router)
+            return
+        made = self.running[AttemptKey(key.request_id, key.attempt)].outputs[key.choice]
+        self.network.on_collected.pop(held_id, None)
+        self._gone(key)
+        running = self.running[attempt.key] = _Running(
+            router, attempt, b"", start.max_unconfirmed, set(attempt.choices), ready=True
+        )
+        renamed = key._replace(attempt=attempt.attempt)
+        running.outputs[key.choice].append(made[-1]._replace(key=renamed))
+        self.taken_back.append(attempt)
 
     def _gone(self, key: SequenceKey) -> None:
         """Ends a sequence that another worker has taken over."""

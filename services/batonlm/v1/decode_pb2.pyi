@@ -146,8 +146,13 @@ class StartSequence(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_UNCONFIRMED_FIELD_NUMBER: _builtins.int
+    HELD_HANDOVER_ID_FIELD_NUMBER: _builtins.int
     max_unconfirmed: _builtins.int
     """Decode stays at most this many positions ahead of the confirmed ones; 0 means no limit."""
+    held_handover_id: _builtins.bytes
+    """The KV is this worker's own: of the sequence that it put on offer under this hand-over, which no other worker has
+    collected. It runs on as this attempt. Empty: no such sequence; `source` is then what counts.
+    """
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
         """What to run."""
@@ -162,10 +167,11 @@ class StartSequence(_message.Message):
         attempt: _types_pb2.Attempt | None = ...,
         source: Global___KvSource | None = ...,
         max_unconfirmed: _builtins.int = ...,
+        held_handover_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "max_unconfirmed", b"max_unconfirmed", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,7 +263,9 @@ Global___ConfirmPositions: _TypeAlias = ConfirmPositions  # noqa: Y015
 
 @_typing.final
 class HandOverSequence(_message.Message):
-    """Stop sampling a sequence and put its KV on offer. Answered by a SequenceHandedOver; may be repeated."""
+    """Stop sampling a sequence and put its KV on offer. Answered by a SequenceHandedOver; may be repeated. When the KV was
+    not collected, the sequence is held for some seconds more, for a StartSequence with `held_handover_id`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

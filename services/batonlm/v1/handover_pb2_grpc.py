@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class HandoverStub:
-    """Gives KV away. Served by prefill workers, and by decode workers that drain.
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class HandoverStub:
 
 
 class HandoverServicer:
-    """Gives KV away. Served by prefill workers, and by decode workers that drain.
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
     """
 
     def Meet(self, request, context):
@@ -87,7 +87,7 @@ def add_HandoverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Handover:
-    """Gives KV away. Served by prefill workers, and by decode workers that drain.
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class HandoverStub:
-    """Gives KV away. Served by prefill workers, and by decode workers that drain."""
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +40,7 @@ class HandoverStub:
 
 @_typing.type_check_only
 class HandoverAsyncStub(HandoverStub):
-    """Gives KV away. Served by prefill workers, and by decode workers that drain."""
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Meet: _aio.UnaryUnaryMultiCallable[_handover_pb2.MeetRequest, _handover_pb2.MeetResponse]  # type: ignore[assignment]
@@ -49,7 +49,7 @@ class HandoverAsyncStub(HandoverStub):
     """Collects one hand-over. The stream is its liveness: when it ends, the hand-over ends on both sides."""
 
 class HandoverServicer(metaclass=_abc_1.ABCMeta):
-    """Gives KV away. Served by prefill workers, and by decode workers that drain."""
+    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
 
     @_abc_1.abstractmethod
     def Meet(

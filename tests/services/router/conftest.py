@@ -169,7 +169,9 @@ class World:
             aliases=lambda: self.config.own_aliases | self.aliases,
         )
         self.fleet.start()
-        self.moving = asyncio.create_task(Migrator(self.fleet, metrics).run())
+        self.moving = asyncio.create_task(
+            Migrator(self.fleet, metrics, self.config.rebalancing).run()
+        )
         everybody = {role: len(found) for role, found in self.addresses.items()}
         await until(lambda: self.met() == everybody)
         return self.router

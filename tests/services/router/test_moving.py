@@ -44,7 +44,7 @@ def other(world: World, one: ScriptedDecode) -> ScriptedDecode:
 
 
 def moves(world: World, outcome: str) -> float:
-    return world.counted("baton_moves_total", outcome=outcome)
+    return world.counted("baton_moves_total", reason="drain", outcome=outcome)
 
 
 @pytest.mark.deep
@@ -159,18 +159,39 @@ async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
     for decode in world.decodes:
         decode.collecting.set()
     check(await finish(stream, answer))
-    assert moves(world, "failed") == 1
-    assert world.counted("baton_migrations_total") == 1
+    computed = 1 if victim == "sender" else 0
+    assert moves(world, "failed") == computed
+    assert moves(world, "returned") == 1 - computed
+    assert world.counted("baton_migrations_total") == computed
     await until(world.nothing_left)
 
 
-async def test_a_full_worker_is_passed_over(world: World) -> None:
-    stream, answer, leaving = await started(world)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_a_full_worker_refuses_goes_on_where_it_was(world: World, n: int) -> None:
+    stream, answer, leaving = await started(world, replace(REQUEST, n=n))
+    full = other(world, leaving)
+    full.refusals += [Overloaded("full")] * n
+    leaving.state = WorkerState.DRAINING
+    check(await finish(stream, answer), n)
+    assert moves(world, "returned") == n and not full.refusals
+    assert [back.choices for back in leaving.taken_back] == [start.choices for start in full.starts]
+    assert world.counted("baton_migrations_total") == world.counted("baton_retries_total") == 0
+    assert len(world.prefills[0].runs) == 1, "nothing is computed again"
+    await until(world.nothing_left)
+
+
+async def test_what_comes_back_keeps_its_stop_strings_and_logprobs(world: World) -> None:
+    stop = TEXT[60:64]
+    sampling = replace(REQUEST.sampling, top_logprobs=2)
+    request = replace(REQUEST, stop_strings=(stop,), sampling=sampling)
+    stream, answer, leaving = await started(world, request)
     other(world, leaving).refusals += [Overloaded("full")]
     leaving.state = WorkerState.DRAINING
-    check(await finish(stream, answer))
-    assert moves(world, "failed") == 1
-    assert world.counted("baton_migrations_total") == 1
+    await finish(stream, answer)
+    assert (tuple(answer.token_ids[0]), answer.texts[0]) == language.stopped(EXPECTED, stop)
+    assert moves(world, "returned") == 1
+    said = [entry.token.logprob for delta in answer.deltas for entry in delta.logprobs]
+    assert said == [language.logprob(token) for token in answer.token_ids[0]]
     await until(world.nothing_left)
 
 

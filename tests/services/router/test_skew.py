@@ -78,7 +78,7 @@ async def test_a_stream_is_computed_again_where_its_kv_does_not_fit(world: World
     )
     await leaving.kill()
     check(await finish(stream, answer))
-    assert world.counted("baton_moves_total", outcome="moved") == 0
+    assert world.counted("baton_moves_total", reason="drain", outcome="moved") == 0
     assert world.counted("baton_migrations_total") == 1
 
 

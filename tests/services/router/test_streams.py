@@ -14,6 +14,7 @@ from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.request.attempt import Attempt, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.routing.rebalance import Stream
 from batonlm.router.workers.decode_session import DecodeSession, Migration
 from batonlm.router.workers.detokenizer_session import DetokenizerSession
 from batonlm.router.workers.shared_stream import MAX_REFUSALS, SILENCE_S, Broadcast, ReconnectPolicy
@@ -40,7 +41,6 @@ class Sink:
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
     migrated_out: list[tuple[int, bytes, int | None]] = field(default_factory=list)
-    adapter: str = ""
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)
@@ -57,8 +57,8 @@ class Sink:
     def next_positions(self) -> dict[SequenceKey, int]:
         return self.positions
 
-    def movable(self) -> dict[SequenceKey, int]:
-        return {}
+    def movable(self) -> list[Stream]:
+        return []
 
     def move(self, move: Migration) -> None:
         raise NotImplementedError

@@ -23,6 +23,7 @@ from batonlm.core.routing.routing import (
     ALONE,
     CHEAPER,
     NO_PREFILL,
+    RETURNS,
     SHORT,
     Candidate,
     Decision,
@@ -308,6 +309,7 @@ MAX_DETAIL = 200
 """Most characters of the detail that is added to a worker's filter reason."""
 
 _MOVED = "Its KV came from another decode worker: nothing was prefilled."
+_RETURNED = "Its KV did not arrive at another decode worker: it went on where it was."
 _ALONE = "Every choice ends at its first token, which prefill makes: no decode is needed."
 _LOCAL = "Prefilled on decode"
 _APART = "Prefill and decode ran apart"
@@ -317,7 +319,7 @@ def outline(attempt: AttemptRecord) -> str:
     """Returns the sentence of `why` without facts about workers, for clients that may not see
     them."""
     if attempt.moved:
-        return _MOVED
+        return attempt.why
     if attempt.decode is None:
         return _ALONE
     return f"{_LOCAL if attempt.prefill is None else _APART}."
@@ -327,7 +329,7 @@ def why(decision: Decision, policy: RoutingPolicy, *, split: bool, moved: bool =
     """Returns the sentence that explains a placement. split: a prefill pool is configured. moved:
     the attempt continues with existing KV."""
     if moved:
-        return _MOVED
+        return _RETURNED if decision.reason == RETURNS else _MOVED
     match decision.reason:
         case reason if reason == ALONE:
             return _ALONE

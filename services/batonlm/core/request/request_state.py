@@ -9,7 +9,9 @@ attempt.
 A decode worker may migrate a choice out, with its KV. The choice leaves its attempt, which has not
 failed, and continues in an attempt of its own, which is MOVING until its KV is complete. The input
 of that attempt ends before the newest accepted token, which the sender sends again; losing such an
-attempt does not count against the request. Events of an attempt that is over are dropped.
+attempt does not count against the request. Lost before its KV was complete, the choice returns: one
+more such attempt continues it on the sender, which still has the KV unless it is gone, too. Events
+of an attempt that is over are dropped.
 """
 
 from __future__ import annotations
@@ -98,7 +100,11 @@ class AttemptRun:
     running: set[int]
     """Its choices that have neither ended nor left it."""
     moved: bool = False
-    """Whether it continues with KV from another decode worker."""
+    """Whether it continues with KV from another decode worker, or of the same one."""
+    returned: bool = False
+    """Whether it continues on the worker that offered the KV, because that arrived nowhere."""
+    has_kv: bool = False
+    """Whether decode has all its KV."""
     suspect: bool = False
     """Whether the request is a suspect: no worker may run it together with another suspect
     (`batonlm.core.routing.failures`)."""
@@ -140,6 +146,8 @@ class RequestState:
         self._runs: dict[int, AttemptRun] = {}
         self._fruitless_attempts = [0] * len(first.choices)
         self._migrated_out: set[int] = set()
+        self._returning: set[int] = set()
+        """A part of `_migrated_out`: choices whose KV did not arrive."""
         self._lost: set[int] = set()
         """Choices whose worker was lost and that no attempt runs again yet."""
         self.suspicion = Suspicion()
@@ -166,14 +174,26 @@ class RequestState:
             if log.attempt is not None or log.ended:
                 continue
             if log.choice in self._migrated_out:
-                runs.append(self._open(log.token_ids(0, -1), [log.choice], moved=True))
+                returned = log.choice in self._returning
+                output = log.token_ids(0, -1)
+                runs.append(self._open(output, [log.choice], moved=True, returned=returned))
             else:
                 groups.setdefault(log.token_ids(), []).append(log.choice)
         self._migrated_out.clear()
+        self._returning.clear()
         return runs + [self._open(output, choices) for output, choices in groups.items()]
 
+    def returns(self, choice: int) -> bool:
+        """Whether the choice is to continue where it was before it migrated."""
+        return choice in self._returning
+
     def _open(
-        self, output: tuple[int, ...], choices: list[int], *, moved: bool = False
+        self,
+        output: tuple[int, ...],
+        choices: list[int],
+        *,
+        moved: bool = False,
+        returned: bool = False,
     ) -> AttemptRun:
         number = self.num_attempts
         self.num_attempts += 1
@@ -184,6 +204,7 @@ class RequestState:
             attempt,
             set(choices),
             moved,
+            returned,
             suspect=self.suspicion.suspect and not moved,
             retry=not self.started and not self._lost.isdisjoint(choices),
         )
@@ -248,7 +269,9 @@ class RequestState:
 
     def kv_complete(self, number: int) -> None:
         """Decode has all KV of the attempt."""
-        self._apply(number, AttemptEvent.KV_COMPLETE)
+        run = self._apply(number, AttemptEvent.KV_COMPLETE)
+        if run is not None:
+            run.has_kv = True
 
     def migrated_out(self, number: int, choice: int, position: int) -> bool:
         """Decode has sent all tokens of a choice below a position and keeps their KV, except that
@@ -355,9 +378,14 @@ class RequestState:
     def _judge(self, run: AttemptRun, choices: Collection[int], error: BatonError) -> None:
         """The choices lost their attempt: lets them wait for another one, or ends the request."""
         verdict = VERDICTS[error.reason]
+        returns = run.moved and not run.returned and not run.has_kv
         for choice in choices:
             log = self.logs[choice]
             log.attempt = None
+            if returns:
+                self._migrated_out.add(choice)
+                self._returning.add(choice)
+                continue
             if verdict is FailureAction.ELSEWHERE:
                 self._lost.add(choice)
             if len(log) - run.attempt.position > 1:

@@ -417,6 +417,8 @@ SHORT = "short enough to prefill on decode"
 NO_PREFILL = "no prefill worker fits: prefill on decode"
 CHEAPER = "prefilling on decode takes less time"
 APART = "prefill and decode apart"
+MOVES = "its KV moves here from another decode worker"
+RETURNS = "its KV is still here, because it did not arrive at another decode worker"
 """One of the reasons of decisions that say where an attempt runs."""
 
 

@@ -33,6 +33,7 @@ from batonlm.core.errors import (
     HandoverFailed,
     Internal,
     InvalidArgument,
+    NotFound,
     Unavailable,
 )
 from batonlm.core.kvcache.block_pool import (
@@ -305,7 +306,8 @@ class Scheduler:
 
     def hold(self, key: SequenceKey) -> bool:
         """Stops a running sequence, for its KV to be handed over. A Held event follows, unless an
-        awaited token ends it; its blocks stay until `cancel`. False: it cannot be held now."""
+        awaited token ends it; its blocks stay until `cancel` or `resume`. False: it cannot be held
+        now."""
         sequence = self.sequences.find(key)
         newest_applied = self._launched[0].step - 1 if self._launched else self._step
         if sequence is None or not sequence.can_be_held(newest_applied):
@@ -313,6 +315,36 @@ class Scheduler:
         self.sequences.hold(sequence)
         self._report_held([sequence])
         return True
+
+    def resume(self, key: SequenceKey, attempt: Attempt | None = None) -> None:
+        """A held sequence runs on here, because its KV is at no other worker.
+
+        attempt: what it runs as from now on, of this one choice; its input is all but the newest
+        token, which is repeated in a NewTokens event. Raises NotFound for a sequence that is not
+        held (any more), InvalidArgument for an attempt that does not continue it.
+        """
+        sequence = self.sequences.held.get(key)
+        if sequence is None:
+            raise NotFound("This sequence is not held here.")
+        if attempt is None:
+            self.sequences.resume(sequence, None)
+            return
+        if attempt.key in self.sequences:
+            raise InvalidArgument("This attempt already runs here.", field="attempt")
+        if (
+            sequence.in_flight
+            or (attempt.request_id, attempt.choices) != (key.request_id, (key.choice,))
+            or attempt.num_prompt_tokens != sequence.attempt.num_prompt_tokens
+            or [*attempt.token_ids] != [*sequence.tokens[:-1]]
+        ):
+            raise InvalidArgument("The input is not that of the held sequence.", field="token_ids")
+        self.sequences.resume(sequence, attempt)
+        newest = sequence.tokens_from(attempt.position)
+        assert newest is not None
+        self._events += [
+            KvComplete(attempt.key, sequence.num_computed_tokens, 0.0),
+            NewTokens((newest,), self._step),
+        ]
 
     def grant(self, key: AttemptKey) -> None:
         """The receiver has reserved its blocks. Unknown attempts are no error."""

@@ -7,10 +7,11 @@ here, or its KV is held for the worker that goes on with it, also after it has r
     QUEUED ───┤                 │        │             ▲ │ ▲                │ │
       ▲       └─ RESERVE ─► ARRIVING ────┘ READY ──────┘ │ └─── RESTORE ────┘ │
       └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
-                     PREFILLING, RUNNING ── HOLD ──► HELD
+                     PREFILLING, RUNNING ── HOLD ──► HELD ── RESUME ──► RUNNING
 
 READY is when the step that completes its KV is launched, or its last KV has been collected. A
-sequence without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
+sequence that ran here runs on, RESUME, when its KV did not arrive at the other worker. A sequence
+without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
 when swap memory keeps it. What steps launched before still sample for it counts all the same.
 FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
 fault of Baton and raises Internal.
@@ -101,6 +102,7 @@ class SequenceEvent(Enum):
     RESERVE = auto()
     READY = auto()
     HOLD = auto()
+    RESUME = auto()
     PREEMPT = auto()
     SWAP = auto()
     RESTORE = auto()
@@ -136,6 +138,7 @@ TRANSITIONS: dict[tuple[SequenceState, SequenceEvent], SequenceState] = {
     (_S.SWAPPED, _E.FINISH): _S.FINISHED,
     (_S.SWAPPED, _E.CANCEL): _S.CANCELLED,
     (_S.SWAPPED, _E.FAIL): _S.FAILED,
+    (_S.HELD, _E.RESUME): _S.RUNNING,
     (_S.HELD, _E.FINISH): _S.FINISHED,
     (_S.HELD, _E.CANCEL): _S.CANCELLED,
     (_S.HELD, _E.FAIL): _S.FAILED,
@@ -267,6 +270,12 @@ class Sequence:
         if target is None:
             raise Internal(f"a sequence that is {self.state.name} cannot {event.name}")
         self.state = target
+
+    def rename(self, attempt: Attempt) -> None:
+        """It runs on as another attempt of the same choice, whose input is a part of its tokens."""
+        del self.logprobs[: attempt.position - self.attempt.position]
+        self.attempt = attempt
+        self.key = SequenceKey(attempt.request_id, self.key.choice, attempt.attempt)
 
     def confirm(self, position: int) -> None:
         """Output positions below this one hold no stop string."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from batonlm.core.errors import NotFound
 from batonlm.core.kvcache.block_pool import BlockPool, InvariantBroken, SwapGrant, SwapSpace
-from batonlm.core.request.attempt import AttemptKey, SequenceKey
+from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.scheduler.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceState
 
 
@@ -234,6 +234,16 @@ class SequenceTable:
         del self.running[sequence.id]
         self.held[sequence.key] = sequence
 
+    def resume(self, sequence: Sequence, attempt: Attempt | None) -> None:
+        """A held sequence runs on. attempt: as this one from now on."""
+        del self.held[sequence.key]
+        if attempt is not None:
+            self._drop_key(sequence)
+            sequence.rename(attempt)
+            self._attempts[attempt.key] = {sequence.key.choice: sequence}
+        sequence.move(SequenceEvent.RESUME)
+        self.running[sequence.id] = sequence
+
     def drop_stored(self, group: SequenceGroup) -> None:
         """The KV of a waiting group is not kept after all: it has to be computed again."""
         self.waiting.remove(group)
@@ -255,10 +265,7 @@ class SequenceTable:
             if not group.sequences:
                 self._remove(group, waits)
         sequence.release_table(self._pool)
-        key = sequence.attempt.key
-        del self._attempts[key][sequence.key.choice]
-        if not self._attempts[key]:
-            del self._attempts[key]
+        self._drop_key(sequence)
 
     def check(self) -> None:
         """Raises InvariantBroken unless all that is owned belongs to a sequence here."""
@@ -284,6 +291,12 @@ class SequenceTable:
         self._attempts[group.key] = {s.key.choice: s for s in group.sequences}
         for sequence in group.sequences:
             self._group_of[sequence.id] = group
+
+    def _drop_key(self, sequence: Sequence) -> None:
+        key = sequence.attempt.key
+        del self._attempts[key][sequence.key.choice]
+        if not self._attempts[key]:
+            del self._attempts[key]
 
     def _remove(self, group: SequenceGroup, waits: bool) -> None:
         """Drops a group whose sequences have all ended."""

@@ -156,8 +156,9 @@ TENANT_OBJECTIVES = Spec(
 )
 MOVES = Spec(
     "baton_moves_total",
-    "Running sequences that were to leave a decode worker with their KV, by what became of it.",
-    ("outcome",),
+    "Running sequences that were to leave a decode worker with their KV, by why and by what became "
+    "of it.",
+    ("reason", "outcome"),
 )
 PREDICTIONS = Spec(
     "baton_first_token_prediction_ratio",

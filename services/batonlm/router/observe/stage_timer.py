@@ -192,7 +192,7 @@ class StageTimer(StageClock):
     def started(self, run: AttemptRun, place: Placement) -> None:
         """An attempt is given to its workers."""
         self.attempts += 1
-        self.moves += run.moved
+        self.moves += run.moved and not run.returned
         for worker in (place.prefill, place.decode):
             if worker is not None:
                 self.served_by(worker.identity)

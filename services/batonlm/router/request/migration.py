@@ -1,19 +1,31 @@
-"""Migrates work off draining workers: sequences with their KV, and texts.
+"""Migrates work off workers: sequences with their KV, and texts.
 
-Texts are reopened elsewhere from the token log, all at once. Of the sequences of one worker a few
-migrate at a time, so that both staging pools and both engines keep serving the rest; the others
-keep running until their turn. Sequences that cannot migrate end on the draining worker.
+Everything leaves a worker that drains. Texts are reopened elsewhere from the token log, all at
+once. Of the sequences of one worker a few migrate at a time, so that both staging pools and both
+engines keep serving the rest; the others keep running until their turn. Sequences that cannot
+migrate end on the draining worker.
+
+From a worker that serves, single sequences migrate when the pool of decode workers is unevenly
+loaded, or when the worker's memory for KV runs out (`batonlm.core.routing.rebalance`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from batonlm.core.request.attempt import SequenceKey
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
+from batonlm.core.routing.rebalance import (
+    MoveReason,
+    PlannedMove,
+    RebalancePolicy,
+    Rebalancer,
+    Stream,
+)
 from batonlm.core.routing.routing import Demand, receiver_for
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.workers.decode_session import (
@@ -50,11 +62,13 @@ class _Leaving:
 
 
 class Migrator:
-    """Migrates work off the draining workers of one router while `run` runs."""
+    """Migrates the work of one router while `run` runs."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, policy: RebalancePolicy) -> None:
         self._fleet = fleet
         self._metrics = metrics
+        now = asyncio.get_running_loop().time()
+        self._rebalancer = Rebalancer(policy, fleet.router.instance_id, now)
         self._leaving: dict[str, _Leaving] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -79,6 +93,7 @@ class Migrator:
         self._move_texts()
         for instance_id, worker in draining.items():
             self._move_some(worker, self._leaving.setdefault(instance_id, _Leaving()))
+        self._rebalance()
 
     def _move_texts(self) -> None:
         """Moves texts to another detokenizer. Without one that has the same tokenizer they end
@@ -94,20 +109,58 @@ class Migrator:
         now = asyncio.get_running_loop().time()
         leaving.stayed = {key: end for key, end in leaving.stayed.items() if end > now}
         leaving.failed = {key: end for key, end in leaving.failed.items() if end > now}
-        for sink, key, positions in _movable(sender, leaving):
+        for sink, stream in _movable(sender):
             if len(leaving.moves) >= AT_ONCE:
                 return
-            receiver = self._receiver(sender, leaving, positions, sink.adapter)
+            if stream.key in leaving.stayed:
+                continue
+            receiver = self._receiver(sender, leaving, stream)
             if receiver is not None:
-                move = Migration(key, sender.client, receiver)
-                leaving.moves[move] = positions
-                sink.move(move)
-                task = asyncio.create_task(self._follow(move, leaving))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                move = Migration(stream.key, sender.client, receiver, MoveReason.DRAIN)
+                leaving.moves[move] = stream.positions
+                self._move(sink, move, partial(self._left, leaving))
+
+    def _left(self, leaving: _Leaving, move: Migration) -> None:
+        """The migration of a sequence that leaves a draining worker is over, or takes too long."""
+        now = asyncio.get_running_loop().time()
+        del leaving.moves[move]
+        match move.outcome:
+            case MigrationOutcome.STAYED:
+                leaving.stayed[move.key] = now + STAYED_S
+            case MigrationOutcome.FAILED | MigrationOutcome.RETURNED:
+                leaving.failed[move.receiver.instance_id] = now + FAILED_S
+
+    def _rebalance(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self._rebalancer.is_due(now):
+            return
+        pool = self._fleet.decodes
+        workers = {worker.identity.instance_id: worker for worker in pool.usable(now)}
+        snapshots = [snapshot for w in workers.values() if (snapshot := w.snapshot) is not None]
+        sinks: dict[SequenceKey, SequenceSink] = {}
+
+        def streams(instance_id: str) -> list[Stream]:
+            found = list(_movable(workers[instance_id]))
+            sinks.update({stream.key: sink for sink, stream in found})
+            return [stream for _, stream in found]
+
+        for planned in self._rebalancer.plan(snapshots, streams, now):
+            key = planned.stream.key
+            receiver = workers[planned.receiver].identity
+            move = Migration(key, workers[planned.giver].client, receiver, planned.reason)
+            self._move(sinks[key], move, partial(self._rebalanced, planned))
+
+    def _rebalanced(self, planned: PlannedMove, move: Migration) -> None:
+        outcome = move.outcome
+        self._rebalancer.ended(
+            planned,
+            asyncio.get_running_loop().time(),
+            moved=outcome is MigrationOutcome.MOVED,
+            refused=outcome in (MigrationOutcome.RETURNED, MigrationOutcome.FAILED),
+        )
 
     def _receiver(
-        self, sender: Worker[DecodeSession], leaving: _Leaving, positions: int, adapter: str
+        self, sender: Worker[DecodeSession], leaving: _Leaving, stream: Stream
     ) -> WorkerIdentity | None:
         sender_now = sender.snapshot
         if sender_now is None:
@@ -115,39 +168,40 @@ class Migrator:
         demand = Demand(
             request_id=sender.identity.instance_id,
             # The load of receivers may not include the migrations in progress yet.
-            input_tokens=positions + sum(leaving.moves.values()),
+            input_tokens=stream.positions + sum(leaving.moves.values()),
             choices=1 + len(leaving.moves),
             needs_decode=True,
             model=sender.model.name,
             model_digest=sender.model.digest,
             tokenizer_digest=sender.model.tokenizer_digest,
-            adapter=adapter,
+            adapter=stream.adapter,
             failed=frozenset(leaving.failed),
         )
         return receiver_for(demand, self._fleet.decodes.snapshots(), sender_now)
 
-    async def _follow(self, move: Migration, leaving: _Leaving) -> None:
-        now = asyncio.get_running_loop().time
+    def _move(
+        self, sink: SequenceSink, move: Migration, ended: Callable[[Migration], None]
+    ) -> None:
+        """Starts a migration. ended: called when it is over, or takes too long."""
+        sink.move(move)
+        task = asyncio.create_task(self._follow(move, ended))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self, move: Migration, ended: Callable[[Migration], None]) -> None:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 outcome = await move.over()
         except TimeoutError:
             return
         finally:
-            del leaving.moves[move]
-        if outcome is MigrationOutcome.STAYED:
-            leaving.stayed[move.key] = now() + STAYED_S
-        elif outcome is MigrationOutcome.FAILED:
-            leaving.failed[move.receiver.instance_id] = now() + FAILED_S
-        self._metrics.moves.labels(outcome.value).inc()
+            ended(move)
+        self._metrics.moves.labels(move.reason.value, outcome.value).inc()
         self._look()
 
 
-def _movable(
-    sender: Worker[DecodeSession], leaving: _Leaving
-) -> Iterator[tuple[SequenceSink, SequenceKey, int]]:
-    """Yields sequences that run there and are not migrating, with their positions."""
+def _movable(sender: Worker[DecodeSession]) -> Iterator[tuple[SequenceSink, Stream]]:
+    """Yields sequences that run there and are not migrating."""
     for sink in sender.client.sinks():
-        for key, positions in sink.movable().items():
-            if key not in leaving.stayed:
-                yield sink, key, positions
+        for stream in sink.movable():
+            yield sink, stream

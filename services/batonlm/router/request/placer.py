@@ -11,7 +11,7 @@ from batonlm.core.admission.fair_queue import Entry
 from batonlm.core.errors import BatonError, NotFound, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request_state import AttemptRun
-from batonlm.core.routing.routing import Decision, Demand, FilterReason, decide
+from batonlm.core.routing.routing import MOVES, RETURNS, Decision, Demand, FilterReason, decide
 from batonlm.router.request.admission import RequestContext, RouterServices
 from batonlm.router.request.dispatcher import (
     LOOK_AGAIN_S,
@@ -21,7 +21,7 @@ from batonlm.router.request.dispatcher import (
     WorkerClass,
 )
 from batonlm.router.workers.clients import PrefillClient
-from batonlm.router.workers.decode_session import DecodeSession
+from batonlm.router.workers.decode_session import DecodeSession, Migration
 from batonlm.router.workers.fleet import Worker
 
 BUSY_S = 0.1
@@ -156,13 +156,14 @@ class Placer:
             quarantined=self._services.quarantine.taken if run.suspect else frozenset(),
         )
 
-    def at(self, receiver: WorkerIdentity, tokens: int) -> Placement | None:
-        """Returns the decode worker to which a sequence of this many tokens migrates, which the
-        caller releases, or None when the worker is gone."""
-        decode = self._fleet.decodes.get(receiver.instance_id)
+    def at(self, move: Migration, tokens: int) -> Placement | None:
+        """Returns the decode worker on which a sequence of this many tokens that migrates is to
+        continue, which the caller releases, or None when the worker is gone."""
+        worker = move.destination
+        decode = self._fleet.decodes.get(worker.instance_id)
         if decode is None:
             return None
-        decision = Decision(None, receiver, "its KV moves here from another decode worker", ())
+        decision = Decision(None, worker, RETURNS if move.returning else MOVES, ())
         place = Placement(None, decode, decision)
         place.hold(1, tokens)
         return place

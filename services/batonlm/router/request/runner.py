@@ -29,6 +29,7 @@ from batonlm.core.request.model import ModelDescription
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import Finished
 from batonlm.core.request.request_state import AttemptRun, RequestState
+from batonlm.core.routing.rebalance import Stream
 from batonlm.core.routing.routing import Demand
 from batonlm.router.request.admission import RequestContext, RouterServices
 from batonlm.router.request.dispatcher import Placement
@@ -254,7 +255,7 @@ class AttemptRunner:
         self._leaving: dict[int, Migration] = {}
         """Migrations of choices that their worker is asked to give up."""
         self._taking: Migration | None = None
-        """The source of the attempt's KV, if it migrates here."""
+        """The source of the attempt's KV, if it migrates here and has not turned back."""
         self._prefilling: asyncio.Task[None] | None = None
         self._waiting: asyncio.Task[None] | None = None
         """Waits for prefill's report before decode's counts."""
@@ -294,12 +295,22 @@ class AttemptRunner:
         (choice,) = self._run.attempt.choices
         self._taking = self._request.migrations.pop(choice)
         tokens = len(self._run.attempt.token_ids)
-        place = self._request.placer.at(self._taking.receiver, tokens)
+        place = self._request.placer.at(self._taking, tokens)
         if place is None:
             error = Unavailable("The worker that was to take this request is gone.")
             self._state.attempt_failed(self._number, error)
+            self._turn_back()
             self._request.turn()
         return place
+
+    def _turn_back(self) -> None:
+        """Called when the attempt may have failed: if its KV did not arrive here, the next one
+        continues where the choice was."""
+        move = self._taking
+        if move is not None and self._state.returns(move.key.choice):
+            move.returning = True
+            self._request.migrations[move.key.choice] = move
+            self._taking = None
 
     def notice(self) -> None:
         """The attempt may be over."""
@@ -415,11 +426,11 @@ class AttemptRunner:
         if self._place is not None:
             self._place.prefilled()
         remotely = self._place is not None and self._place.prefill is not None
-        here = self._taking is None and not remotely
+        here = not self._run.moved and not remotely
         self._stages.kv_complete(self._run, started, computed=here)
         if self._taking is not None:
-            self._taking.moved()
-        else:
+            self._taking.arrived()
+        elif not self._run.moved:
             self._metrics.prefilled(remotely=remotely)
             if here:
                 self._request.kv_complete(self._run, started.cached_tokens)
@@ -441,23 +452,28 @@ class AttemptRunner:
     def _decode_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self._blame(Phase.DECODE, error)
         self._state.phase_failed(self._number, Phase.DECODE, error, choices)
+        self._turn_back()
         self._forget_ended()
         self._request.turn()
 
-    @property
-    def adapter(self) -> str:
-        return self._run.attempt.adapter
-
-    def movable(self) -> dict[SequenceKey, int]:
+    def movable(self) -> list[Stream]:
         if self._run.state is not AttemptState.DECODING:
-            return {}
-        staying = self._run.running - self._leaving.keys()
-        return {
-            SequenceKey(self._state.request_id, choice, self._number): len(self._state.prompt)
-            + len(self._state.logs[choice])
-            for choice in staying
-            if len(self._state.logs[choice])
-        }
+            return []
+        prompt, logs = len(self._state.prompt), self._state.logs
+        most = min(self._state.stop.max_tokens, self._request.model.max_model_len - prompt)
+        if self._run.suspect:
+            # Where it runs was chosen so that it meets no other suspect: only a drain moves it.
+            most = 0
+        return [
+            Stream(
+                SequenceKey(self._state.request_id, choice, self._number),
+                prompt + len(logs[choice]),
+                max(0, most - len(logs[choice])),
+                self._run.attempt.adapter,
+            )
+            for choice in self._run.running - self._leaving.keys()
+            if len(logs[choice])
+        ]
 
     def move(self, move: Migration) -> None:
         self._leaving[move.key.choice] = move

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.routing.rebalance import MoveReason, Stream
 from batonlm.core.routing.routing import is_stalled
 from batonlm.router.workers.shared_stream import Broadcast, SharedStream, WorkerStalled
 from batonlm.rpc.convert import (
@@ -50,10 +51,6 @@ log = logging.getLogger(__name__)
 class SequenceSink(Protocol):
     """An attempt as the session sees it. No method blocks."""
 
-    @property
-    def adapter(self) -> str:
-        """The digest of its LoRA adapter, or ""."""
-
     def on_tokens(self, tokens: ChoiceTokens) -> None: ...
 
     def on_kv_complete(self, started: SequenceStarted) -> None:
@@ -69,9 +66,8 @@ class SequenceSink(Protocol):
     def next_positions(self) -> dict[SequenceKey, int]:
         """Returns the next output position of each running sequence."""
 
-    def movable(self) -> Mapping[SequenceKey, int]:
-        """Returns sequences that decode and could continue on another worker, each with its
-        positions."""
+    def movable(self) -> Sequence[Stream]:
+        """Returns sequences that decode and could continue on another worker."""
 
     def move(self, move: Migration) -> None:
         """One of them is to migrate."""
@@ -118,10 +114,13 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
     ) -> None:
         """Starts an attempt; `release` ends it. Without a sender decode prefills.
 
-        sender: the prefill or decode worker that has its KV.
+        sender: the worker that has its KV. The worker itself goes on with the sequence whose KV it
+        offered under this hand-over.
         """
         start = StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
-        if sender is not None:
+        if sender == self.worker:
+            start.held_handover_id = handover_id
+        elif sender is not None:
             start.source.CopyFrom(
                 KvSource(handover_id=handover_id, sender=identity_to_proto(sender))
             )
@@ -285,8 +284,11 @@ class MigrationOutcome(Enum):
     STAYED = "stayed"
     """The sequence continues where it is, or ended there."""
     MOVED = "moved"
+    RETURNED = "returned"
+    """Its KV was offered and did not arrive. The sequence continues where it was."""
     FAILED = "failed"
-    """Its KV was offered and did not arrive. The request continues by prefilling again."""
+    """The same, and its old worker does not have it any more either. The request continues by
+    prefilling again."""
     DROPPED = "dropped"
     """The request ended meanwhile."""
 
@@ -294,18 +296,32 @@ class MigrationOutcome(Enum):
 class Migration:
     """The migration of one sequence. Only the first outcome counts."""
 
-    def __init__(self, key: SequenceKey, sender: DecodeSession, receiver: WorkerIdentity) -> None:
+    def __init__(
+        self,
+        key: SequenceKey,
+        sender: DecodeSession,
+        receiver: WorkerIdentity,
+        reason: MoveReason = MoveReason.DRAIN,
+    ) -> None:
         """key: the sequence as its present worker identifies it."""
         self.key = key
         self.receiver = receiver
+        self.reason = reason
         self.handover_id = secrets.token_bytes(HANDOVER_ID_BYTES)
         self.outcome: MigrationOutcome | None = None
+        self.returning = False
+        """Whether the KV did not arrive, and the sequence is to continue where it was."""
         self._sender = sender
         self._over = asyncio.Event()
 
     @property
     def sender(self) -> WorkerIdentity:
         return self._sender.worker
+
+    @property
+    def destination(self) -> WorkerIdentity:
+        """The worker on which the sequence is to continue."""
+        return self.sender if self.returning else self.receiver
 
     def ask(self) -> None:
         """Asks the worker to offer the sequence. The attempt gets the answer."""
@@ -314,8 +330,9 @@ class Migration:
     def stayed(self) -> None:
         self._end(MigrationOutcome.STAYED)
 
-    def moved(self) -> None:
-        self._end(MigrationOutcome.MOVED)
+    def arrived(self) -> None:
+        """The sequence runs on."""
+        self._end(MigrationOutcome.RETURNED if self.returning else MigrationOutcome.MOVED)
 
     def failed(self) -> None:
         self._take_back(MigrationOutcome.FAILED)
