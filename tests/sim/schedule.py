@@ -104,7 +104,7 @@ class _Schedule:
         tracer = OFF if self.traces is None else self.traces.start("router", "router")
         self.pipeline = Pipeline(self.fleet, config, metrics, tracer=tracer)
         self.fleet.start()
-        moving = asyncio.create_task(Migrator(self.fleet, metrics).run())
+        moving = asyncio.create_task(Migrator(self.fleet, metrics, config.rebalancing).run())
         try:
             await self._play()
         finally:

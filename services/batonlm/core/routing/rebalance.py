@@ -13,12 +13,12 @@ move, and a bucket bounds the moves a minute.
 
 Several routers see the same pool and decide by themselves. Each moves only its own sequences, as
 often as its part of the giver's sequences says, at times of its own. Loads that workers report are
-slightly old: moves under way, and those of the last second, count as done.
+slightly old, so its own moves of the last second count in the way that lets fewer follow.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -182,16 +182,23 @@ class Rebalancer:
         bucket: TokenBucket,
         now: float,
     ) -> list[PlannedMove]:
-        counts = self._counts(pool)
-        if not self._is_uneven(kind, counts, now):
+        if not self._is_uneven(kind, pool, now):
             return []
+        # What reports include already counts twice here: the giver never has fewer sequences than
+        # this, and the receiver never more.
+        least = Counter({_id(worker): worker.num_sequences for worker in pool})
+        most = least.copy()
+        least.subtract(move.giver for move in self._unreported())
+        most.update(move.receiver for move in self._unreported())
         planned: list[PlannedMove] = []
-        by_load = sorted(pool, key=lambda worker: counts[_id(worker)])
+        by_load = sorted(pool, key=lambda worker: worker.num_sequences)
         for giver in reversed(by_load):
             for receiver in by_load:
-                ahead = counts[_id(giver)] - counts[_id(receiver)]
-                if ahead < 2 or bucket.level(now) < 1:
+                ahead = least[_id(giver)] - most[_id(receiver)]
+                if bucket.level(now) < 1:
                     break
+                if ahead < 2:
+                    continue
                 if not self._may_move(giver, receiver) or not self._is_turn(giver, ahead // 2):
                     continue
                 found = [
@@ -203,8 +210,8 @@ class Rebalancer:
                     # What there is to gain for what it costs.
                     stream = min(found, key=lambda s: s.positions / min(s.left, EXPECTED_OUTPUT))
                     planned.append(self._begin(stream, giver, receiver, MoveReason.LOAD, now))
-                    counts[_id(giver)] -= 1
-                    counts[_id(receiver)] += 1
+                    least[_id(giver)] -= 1
+                    most[_id(receiver)] += 1
         return planned
 
     def _relieve(
@@ -246,24 +253,14 @@ class Rebalancer:
         self._in_flight[move] = None
         return move
 
-    def _counts(self, pool: Sequence[WorkerSnapshot]) -> dict[str, int]:
-        """Sequences on each worker, with moves as if their workers had reported them. What they
-        have reported counts twice, and less moves than might."""
-        counts = {_id(worker): worker.num_sequences for worker in pool}
-        for move in self._unreported():
-            if move.giver in counts and move.receiver in counts:
-                counts[move.giver] = max(0, counts[move.giver] - 1)
-                counts[move.receiver] += 1
-        return counts
-
     def _unreported(self) -> list[PlannedMove]:
         return [*self._in_flight, *(move for _, move in self._recent)]
 
-    def _is_uneven(self, kind: Hashable, counts: dict[str, int], now: float) -> bool:
+    def _is_uneven(self, kind: Hashable, pool: Sequence[WorkerSnapshot], now: float) -> bool:
         """Whether sequences of this kind of workers should move: from when the pool is uneven by
         the margin until it is even."""
-        mean = sum(counts.values()) / len(counts)
-        least, most = min(counts.values()), max(counts.values())
+        counts = [worker.num_sequences for worker in pool]
+        mean, least, most = sum(counts) / len(counts), min(counts), max(counts)
         threshold = max(MIN_EXCESS, self._margin * mean)
         if max(most - mean, mean - least) >= threshold:
             if now >= self._uneven_since.setdefault(kind, now) + PERSISTS_S:
@@ -299,13 +296,14 @@ class Rebalancer:
         its part of the giver's sequences says, so that all routers together do not move too many.
         """
         part = giver.placed_sequences / max(1, giver.num_sequences)
-        return self._random.random() < wanted * part
+        # What other routers move is not reported yet at one or two of the next plans.
+        return self._random.random() < wanted * part * max(0.25, part * part)
 
     def _movable(
         self, giver: WorkerSnapshot, receiver: WorkerSnapshot, streams: Streams
     ) -> list[Stream]:
         """This router's sequences there that may move to the receiver."""
-        coming = [move.stream for move in self._in_flight if move.receiver == _id(receiver)]
+        coming = [move.stream for move in self._unreported() if move.receiver == _id(receiver)]
         most = receiver.max_sequences
         if most and receiver.num_sequences + len(coming) >= most:
             return []
