@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -58,14 +59,12 @@ class Pool:
         self._reports: list[tuple[float, dict[str, WorkerLoad]]] = []
         self._made = 0
 
-    def add(
-        self, worker: str, *sequences: tuple[int, int], router: int | None = None, **changes: object
-    ) -> None:
+    def add(self, worker: str, *sequences: tuple[int, int], **changes: Any) -> None:
         """Adds a worker, or sequences of (positions, left) to it."""
         here = self.streams.setdefault(worker, [])
         for positions, left in sequences:
             self._made += 1
-            of = self._made % self.routers if router is None else router
+            of = self._made % self.routers
             here.append((of, Stream(SequenceKey(f"r{self._made}", 0, 0), positions, left)))
         if worker not in self.workers:
             snapshot = WorkerSnapshot(
@@ -77,7 +76,7 @@ class Pool:
                 kv_bytes_per_position=1000,
                 load=WorkerLoad(WorkerState.SERVING),
             )
-            self.workers[worker] = replace(snapshot, **changes)  # type: ignore[arg-type]
+            self.workers[worker] = replace(snapshot, **changes)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -138,9 +137,9 @@ class Pool:
                 self._under_way.append((self.now + self.takes_s, router, move))
 
 
-def pool_of(*counts: int, left: int = 500, **options: object) -> Pool:
+def pool_of(*counts: int, left: int = 500, **options: Any) -> Pool:
     """Workers with so many sequences."""
-    pool = Pool(**options)  # type: ignore[arg-type]
+    pool = Pool(**options)
     for number, count in enumerate(counts):
         pool.add(f"w{number}", *[(100 + n, left) for n in range(count)])
     return pool
@@ -206,7 +205,7 @@ def test_nothing_moves_without_a_budget() -> None:
         {"num_blocks": 12},
     ],
 )
-def test_workers_that_get_nothing(changes: dict[str, object]) -> None:
+def test_workers_that_get_nothing(changes: dict[str, Any]) -> None:
     pool = pool_of(20)
     pool.add("other", (16, 500), (16, 500), **changes)
     pool.run(60)

@@ -52,7 +52,7 @@ def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) ->
             streams.answers()
             return False
         migrations = relay.metric(router, "baton_migrations_total")
-        moved = relay.metric(router, "baton_moves_total", outcome="moved")
+        moved = relay.metric(router, "baton_moves_total", reason="drain", outcome="moved")
         replacement = next(p for p in relay.processes("decode") if p["pid"] != leaving["pid"])
         staying = [*relay.processes("prefill"), replacement]
         computed = computed_by(relay, staying)
@@ -64,7 +64,7 @@ def test_streams_move_with_their_kv_when_a_decode_worker_drains(relay: Relay) ->
             assert answer.token_ids == wanted.token_ids
             assert (answer.text, answer.finish) == (wanted.text, wanted.finish)
             assert usage(answer) == usage(wanted)
-        gone = relay.metric(router, "baton_moves_total", outcome="moved") - moved
+        gone = relay.metric(router, "baton_moves_total", reason="drain", outcome="moved") - moved
         # Some may end, by their text or their length, before it is their turn.
         assert gone <= there
         assert came_with_kv(relay, replacement) - collected == gone

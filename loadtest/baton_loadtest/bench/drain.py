@@ -29,7 +29,7 @@ from baton_loadtest.drive import (
     follow,
     random_prompts,
 )
-from baton_loadtest.launch import RunningBaton, fleet, say
+from baton_loadtest.launch import RunningBaton, environment, fleet, say
 from baton_loadtest.report import Bars, Report, Result, compared, ms
 from batonlm.cli.access import Access
 from batonlm.cli.layout import UpOptions
@@ -111,16 +111,20 @@ async def _measure(args: argparse.Namespace, model: str) -> list[Leaving]:
     options = UpOptions(
         model=model, prefill=0, decode=2, transport=args.transport, threads=args.threads
     )
-    async with fleet(options) as running:
-        sides = []
-        for number, (name, how) in enumerate(WAYS.items()):
-            prompts = random_prompts(args.seed + number, args.running, args.prompt_tokens)
-            say(name)
-            sides.append(await _leave(running, how, prompts, args.output_tokens))
-            say("undisturbed")
-            again = await answers(running.layout.grpc, prompts, args.output_tokens, args.running)
-            if [sample.ids for sample in again] != sides[-1].tokens:
-                raise BatonError(f"a stream whose worker was {name} gave other tokens")
+    # Streams stay together until the worker leaves.
+    with environment(BATON_REBALANCE_MOVES=0):
+        async with fleet(options) as running:
+            sides = []
+            for number, (name, how) in enumerate(WAYS.items()):
+                prompts = random_prompts(args.seed + number, args.running, args.prompt_tokens)
+                say(name)
+                sides.append(await _leave(running, how, prompts, args.output_tokens))
+                say("undisturbed")
+                again = await answers(
+                    running.layout.grpc, prompts, args.output_tokens, args.running
+                )
+                if [sample.ids for sample in again] != sides[-1].tokens:
+                    raise BatonError(f"a stream whose worker was {name} gave other tokens")
     return sides
 
 
@@ -192,9 +196,4 @@ async def _counters(running: RunningBaton, stays: str) -> tuple[float, float]:
     """Returns the input tokens that the remaining worker has computed, and the moved sequences."""
     computed = (await running.metrics(stays)).get("baton_prefill_tokens_total", 0.0)
     router = await running.metrics()
-    moved = (
-        n
-        for name, n in router.items()
-        if name.startswith("baton_moves_total{") and '"moved"' in name
-    )
-    return computed, sum(moved)
+    return computed, router.get('baton_moves_total{outcome="moved",reason="drain"}', 0.0)

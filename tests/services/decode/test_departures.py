@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from batonlm.core.errors import HandoverFailed
 from batonlm.core.handover.table import LIMITS, SenderState, StateLimit
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.decode import service
 from batonlm.rpc.metrics import PREFILL_TOKENS, REGISTRY
 from batonlm.testing.fake_runner import FakeRunner
 from tests.services.worker.pair import (
@@ -116,7 +118,8 @@ async def test_one_that_ends_meanwhile_is_not_offered() -> None:
         await end.cancel(one)
 
 
-async def test_nobody_comes_for_it() -> None:
+async def test_nobody_comes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "TAKE_BACK_S", 0.2)
     one = running()
     limits = {**LIMITS, SenderState.OFFERED: StateLimit("the test", 0.2)}
     async with pair(limits=limits) as world, router(world) as end:
@@ -138,6 +141,129 @@ async def test_a_cancel_takes_the_offer_back() -> None:
         world.decode.runner.open()
         await until(lambda: second in end.ends)
         assert end.tokens[second] == reference(one)[second.choice]
+
+
+@pytest.mark.parametrize("draining", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_what_nobody_collects_runs_on_where_it_was(draining: bool, n: int) -> None:
+    one = running(n=n)
+    expected = reference(one)
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        before = REGISTRY.get_sample_value(PREFILL_TOKENS.name)
+        leaving = asyncio.create_task(world.decoding.drain()) if draining else None
+        key = keys_of(one)[-1]
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        back = replacement_model(one, end, key, 1)
+        world.decode.runner.open()
+        await end.start(back, held_handover_id=handover_id)
+        rest = (await end.ended(back))[key.choice]
+        assert expected[key.choice][: back.position] + rest == expected[key.choice]
+        assert end.started[back.key].received_bytes == 0
+        assert end.started[back.key].cached_tokens == len(back.token_ids)
+        assert REGISTRY.get_sample_value(PREFILL_TOKENS.name) == before
+        assert world.departing.num_offers == 0
+        if n > 1:
+            await until(lambda: keys_of(one)[0] in end.ends)
+            assert end.tokens[keys_of(one)[0]] == expected[0]
+        if leaving is not None:
+            await end.break_off()
+            await asyncio.wait_for(leaving, PATIENCE_S)
+
+
+async def test_it_runs_on_after_its_hand_over_has_failed() -> None:
+    one = running()
+    key = keys_of(one)[0]
+    limits = {**LIMITS, SenderState.OFFERED: StateLimit("the test", 0.1)}
+    async with pair(limits=limits) as world, router(world) as end:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        await until(lambda: world.departing.num_offers == 0)
+        assert not end.failures, "it is held"
+        world.decode.runner.open()
+        back = replacement_model(one, end, key, 1)
+        await end.start(back, held_handover_id=handover_id)
+        # It may leave again, under another id.
+        await until(lambda: len(end.tokens[keys_of(back)[0]]) > 3)
+        again = new_id()
+        await end.hand_over(keys_of(back)[0], again)
+        await until(lambda: bool({keys_of(back)[0]} & (end.migrated_out.keys() | end.ends.keys())))
+        if keys_of(back)[0] in end.migrated_out:
+            output = [*one.token_ids, *reference(one)[0]]
+            _, at = end.migrated_out[keys_of(back)[0]]
+            assert at is not None
+            third = replace(one, attempt=2, token_ids=tuple(output[: len(one.token_ids) + at - 1]))
+            await end.start(third, held_handover_id=again)
+            rest = (await end.ended(third))[0]
+            assert reference(one)[0][third.position :] == rest
+
+
+async def test_only_its_own_router_takes_it_back_and_once() -> None:
+    one = running()
+    key = keys_of(one)[0]
+    async with pair() as world, router(world) as end, router(world) as foreign:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        back = replacement_model(one, end, key, 1)
+        await foreign.start(back, held_handover_id=handover_id)
+        assert isinstance(await foreign.failed(back), HandoverFailed)
+        other = replace(back, attempt=2)
+        await end.start(replace(other, request_id="another"), held_handover_id=handover_id)
+        await end.start(other, held_handover_id=new_id())
+        assert isinstance(await end.failed(other), HandoverFailed)
+        world.decode.runner.open()
+        await end.start(back, held_handover_id=handover_id)
+        third = replace(back, attempt=3)
+        await end.start(third, held_handover_id=handover_id)
+        assert isinstance(await end.failed(third), HandoverFailed)
+        await until(lambda: keys_of(back)[0] in end.ends)
+        assert end.tokens[keys_of(back)[0]] == reference(one)[0][back.position :]
+
+
+async def test_what_was_collected_is_not_taken_back() -> None:
+    one = running()
+    key = keys_of(one)[0]
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        world.decode.runner.open()
+        moved = replacement_model(one, end, key, 1)
+        await end.start(moved, handover_id, sender=world.decode.identity)
+        await until(lambda: moved.key in end.started)
+        late = replacement_model(one, end, key, 2)
+        await end.start(late, held_handover_id=handover_id)
+        assert isinstance(await end.failed(late), HandoverFailed)
+        await until(lambda: keys_of(moved)[0] in end.ends)
+        assert end.tokens[keys_of(moved)[0]] == reference(one)[0][moved.position :]
+
+
+@pytest.mark.parametrize("ends", ["the old attempt", "the new one", "both", "the router"])
+async def test_what_is_cancelled_while_it_comes_back_leaves_nothing(ends: str) -> None:
+    one = running()
+    key = keys_of(one)[0]
+    async with pair() as world, router(world) as end:
+        await begin(world, end, one)
+        handover_id = new_id()
+        await end.hand_over(key, handover_id)
+        await given(world, end, key)
+        back = replacement_model(one, end, key, 1)
+        await end.start(back, held_handover_id=handover_id)
+        if ends in ("the old attempt", "both"):
+            await end.cancel(one)
+        if ends in ("the new one", "both"):
+            await end.cancel(back)
+        if ends == "the router":
+            await end.break_off()
+        world.decode.runner.open()
+        await world.settle()
 
 
 async def test_a_new_stream_hears_of_it_again_and_does_not_end_it() -> None:

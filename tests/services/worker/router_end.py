@@ -85,11 +85,16 @@ class RouterEnd:
         handover_id: bytes = b"",
         max_unconfirmed: int = 0,
         sender: WorkerIdentity | None = None,
+        held_handover_id: bytes = b"",
     ) -> None:
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
             self.tokens.setdefault(key, [])
-        start = pb.StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
+        start = pb.StartSequence(
+            attempt=attempt_to_proto(attempt),
+            max_unconfirmed=max_unconfirmed,
+            held_handover_id=held_handover_id,
+        )
         if handover_id:
             start.source.handover_id = handover_id
             start.source.sender.CopyFrom(identity_to_proto(sender or self._sender))

@@ -1,0 +1,100 @@
+"""Sequences move to a decode worker with fewer while they run: answers are those of transformers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.relay import PATIENCE_S, Relay, eventually, options, until_it_comes_about
+from tests.e2e.streams import Following
+from tests.greedy import greedy_tokens
+
+# The workers need the cores; torch here would spin on all of them.
+torch.set_num_threads(1)
+
+BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
+TOKENS = 800
+ASKED = [
+    (list(range(60 + number, 160 + number)), options(max_tokens=TOKENS)) for number in range(10)
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    network: Any = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    return [greedy_tokens(network, prompt, TOKENS) for prompt, _ in ASKED]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
+    folder = tmp_path_factory.mktemp("rebalancing")
+    running = Relay(folder, "--model", str(BUNDLED), "--decode", "2")
+    yield running
+    running.close()
+
+
+def moved(relay: Relay) -> float:
+    return relay.metric(relay.router, "baton_moves_total", reason="load", outcome="moved")
+
+
+def skewed(relay: Relay) -> tuple[Following, dict[str, Any]]:
+    """Streams that all run on one decode worker, and the other one, which is there again."""
+    relay.wait_for_all()
+    absent, _ = relay.processes("decode")
+
+    def serving() -> float:
+        return relay.metric(relay.router, "baton_workers", role="decode", state="serving")
+
+    relay.kill(absent, signal.SIGSTOP)
+    try:
+        eventually(lambda: serving() == 1, PATIENCE_S, "one decode worker is gone")
+        streams = Following(relay, ASKED)
+        streams.settled()
+    finally:
+        relay.kill(absent, signal.SIGCONT)
+    return streams, absent
+
+
+def right(streams: Following, expected: list[list[int]]) -> None:
+    assert [answer.token_ids[0] for answer in streams.answers()] == expected
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_sequences_move_to_an_idle_worker(pair: Relay, expected: list[list[int]]) -> None:
+    def they_move() -> bool:
+        before, lost = moved(pair), pair.lost_attempts()
+        streams, receiver = skewed(pair)
+        came = pair.metric(receiver, "baton_kv_source_total", source="moved")
+        right(streams, expected)
+        gone = moved(pair) - before
+        arrived = pair.metric(receiver, "baton_kv_source_total", source="moved") - came
+        assert arrived == gone <= len(ASKED) / 2
+        assert pair.lost_attempts() == lost, "nothing is computed again"
+        return gone > 0
+
+    until_it_comes_about(they_move, "sequences that move for the load")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_the_receiver_is_killed_while_they_move(pair: Relay, expected: list[list[int]]) -> None:
+    """What had moved is computed again, and what was on its way goes on where it was."""
+
+    def killed() -> bool:
+        before = moved(pair)
+        streams, receiver = skewed(pair)
+        eventually(lambda: moved(pair) > before or pair.idle(), PATIENCE_S, "one has moved")
+        under_way = not pair.idle()
+        pair.kill(receiver)
+        right(streams, expected)
+        pair.wait_for_all(gone=receiver["pid"])
+        return under_way
+
+    until_it_comes_about(killed, "sequences under way")

@@ -1,0 +1,131 @@
+"""Sequences move from a decode worker with many to one with few, and no answer changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from batonlm.core.errors import InvalidArgument, Overloaded
+from batonlm.core.routing.load import WorkerLoad
+from batonlm.router.config import RouterConfig
+from batonlm.router.request.pipeline import EventStream
+from batonlm.testing import language
+from batonlm.testing.scripted import ScriptedDecode
+from tests.services.router.conftest import Answer, World, until
+from tests.services.router.disturbed import IDS, REQUEST, begin, finish
+
+TOKENS = 1000
+STEP_S = 0.01
+LONG = replace(REQUEST, max_tokens=TOKENS)
+EXPECTED, _ = language.answer(IDS, 3, 0, TOKENS, ignore_eos=True)
+
+
+def moves(world: World, outcome: str, reason: str = "load") -> float:
+    return world.counted("baton_moves_total", reason=reason, outcome=outcome)
+
+
+async def streams(world: World, number: int) -> list[tuple[EventStream, Answer]]:
+    """So many streams under way on the only decode worker."""
+    world.decodes[0].step_s = STEP_S
+    return [await begin(world, LONG) for _ in range(number)]
+
+
+async def another(world: World, worker: ScriptedDecode | None = None) -> ScriptedDecode:
+    """A decode worker more."""
+    added = worker or world.new_decode()
+    added.step_s = STEP_S
+    world.decodes.append(added)
+    address = await added.start()
+    world.listed["decode"].set((*world.addresses["decode"], address))
+    return added
+
+
+async def all_right(world: World, under_way: list[tuple[EventStream, Answer]]) -> None:
+    for decode in world.decodes:
+        decode.step_s = 0.001
+    for stream, answer in under_way:
+        assert tuple((await finish(stream, answer)).token_ids[0]) == EXPECTED
+    assert world.counted("baton_migrations_total") == world.counted("baton_retries_total") == 0
+    assert len(world.prefills[0].runs) == len(under_way), "nothing is computed again"
+    await until(world.nothing_left)
+
+
+async def test_a_new_worker_gets_its_part(world: World) -> None:
+    await world.start()
+    under_way = await streams(world, 8)
+    added = await another(world)
+    await until(lambda: moves(world, "moved") == 4)
+    assert len(added.holds()) == len(world.decodes[0].holds()) == 4
+    await all_right(world, under_way)
+    assert moves(world, "moved") == 4
+    assert len(world.decodes[0].wishes) == 4 and not added.wishes
+
+
+async def test_nothing_moves_when_it_is_off(world: World) -> None:
+    await world.start(RouterConfig(local_prefill_tokens=0, rebalance_moves=0))
+    under_way = await streams(world, 8)
+    added = await another(world)
+    await all_right(world, under_way)
+    assert not world.decodes[0].wishes and not added.starts
+
+
+@pytest.mark.parametrize("ends", ["refuses", "dies"])
+async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
+    world: World, ends: str
+) -> None:
+    await world.start()
+    under_way = await streams(world, 8)
+    added = world.new_decode()
+    if ends == "refuses":
+        added.refusals += [Overloaded("full")] * 100
+    added.collecting.clear()
+    await another(world, added)
+    await until(lambda: bool(added.starts))
+    if ends == "dies":
+        await added.kill()
+    await until(lambda: moves(world, "returned") == 1)
+    await all_right(world, under_way)
+    assert moves(world, "moved") == moves(world, "failed") == 0
+    assert len(world.decodes[0].taken_back) == moves(world, "returned")
+
+
+async def test_a_client_leaves_while_its_sequence_moves(world: World) -> None:
+    await world.start()
+    under_way = await streams(world, 8)
+    added = world.new_decode()
+    added.collecting.clear()
+    await another(world, added)
+    await until(lambda: bool(added.starts))
+    for stream, _ in under_way:
+        await stream.aclose()
+    await until(world.nothing_left)
+    assert moves(world, "dropped") == 1
+
+
+class Reporting(ScriptedDecode):
+    """Reports what it runs."""
+
+    def load(self) -> WorkerLoad:
+        return replace(super().load(), running_sequences=len(self.holds()))
+
+
+async def test_a_worker_whose_memory_runs_out_gives_to_another(world: World) -> None:
+    world.decodes.append(Reporting(world.network))
+    await world.start(decodes=0)
+    full = world.decodes[0]
+    under_way = await streams(world, 3)
+    full.free_blocks = 2
+    added = await another(world)
+    await until(lambda: moves(world, "moved", "memory") == 1)
+    full.free_blocks = 500
+    await all_right(world, under_way)
+    assert moves(world, "moved") == 0
+    assert len(added.starts) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"rebalance_margin": 0.0}, {"rebalance_moves": -1}])
+def test_settings_that_make_no_sense(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        RouterConfig(**wrong)  # type: ignore[arg-type]
+    assert raised.value.field in wrong
