@@ -1,4 +1,4 @@
-"""Sequences move to a decode worker with fewer while they run: answers are those of transformers."""
+"""Sequences move to an idle decode worker while they run, and say what transformers says."""
 
 from __future__ import annotations
 
