@@ -32,6 +32,8 @@ BENCHMARKS = {
     "(4 minutes)",
     "drain": "how long streams pause when their decode worker leaves, with KV moved and without "
     "(6 minutes)",
+    "rebalance": "what moving running sequences does when decode grows from 2 to 4 workers "
+    "(3 minutes)",
     "readers": "what readers that stall and senders that crawl cost everybody else (4 minutes)",
     "overload": "what becomes of goodput, refusals and memory at up to ten times capacity "
     "(5 minutes)",

@@ -181,6 +181,17 @@ def test_drain(bench: Bench) -> None:
 
 
 @pytest.mark.slow
+def test_rebalance(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    few = ["--running", "16", "--output-tokens", "1200", "--json", str(file)]
+    assert main(["bench", "rebalance", *few]) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    assert found["sequences that moved"]["value"] > 0
+    spread = found["most sequences less fewest, with"]
+    assert spread["value"] < spread["against"] == 8
+
+
+@pytest.mark.slow
 def test_readers(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     few = {"stalled": 12, "slow": 20, "streams": 4, "output-tokens": 50, "limit-s": 10, "rounds": 1}
