@@ -150,7 +150,9 @@ def test_what_nobody_collected_runs_on_as_another_attempt(depth: int) -> None:
     one = attempt(size=10, max_tokens=30, sampling=SamplingParams(seed=3, top_logprobs=1))
     outputs = running(loop, one, 6)
     assert loop.scheduler.hold(KEY)
-    outputs.take([*loop.scheduler.take_events(), *run_out(loop)])
+    outputs.take(loop.scheduler.take_events())
+    while loop.in_flight:
+        outputs.take(loop.step(0.0))
     output = outputs.tokens[KEY]
     again = replace(one, attempt=1, token_ids=(*one.token_ids, *output[:-1]))
     for other in (replace(again, choices=(1,)), replace(again, token_ids=again.token_ids[1:])):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,6 +24,8 @@ from batonlm.core.admission.tenant_budgets import Limit, Refusal
 from batonlm.core.errors import BatonError, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Delta
+from batonlm.core.routing.load import WorkerSnapshot, WorkerState
+from batonlm.core.routing.rebalance import MoveReason, PlannedMove, Rebalancer, Streams
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.request.migration import Migrator
@@ -62,22 +65,44 @@ class Report:
     fingerprint: str = ""
     answers: int = 0
     losses: int = 0
+    moves: Counter[str] = field(default_factory=Counter)
+    """Of sequences, by outcome."""
 
 
-def run(seed: int, traces: Traces | None = None) -> Report:
-    """Runs one schedule to its end. traces: is given all spans."""
+class Restless(Rebalancer):
+    """Moves sequences all the time, for no reason."""
+
+    def is_due(self, now: float) -> bool:
+        return True
+
+    def plan(
+        self, workers: Iterable[WorkerSnapshot], streams: Streams, now: float
+    ) -> list[PlannedMove]:
+        serving = [w.identity.instance_id for w in workers if w.load.state is WorkerState.SERVING]
+        return [
+            PlannedMove(stream, giver, receiver, MoveReason.LOAD)
+            for giver in serving
+            for stream in streams(giver)
+            if (receiver := self._random.choice(serving)) != giver and self._random.random() < 0.5
+        ]
+
+
+def run(seed: int, traces: Traces | None = None, *, restless: bool = False) -> Report:
+    """Runs one schedule to its end. traces: is given all spans. restless: sequences move all the
+    time."""
     report = Report(seed)
     with _errors(report):
         try:
-            virtual_loop.run(seed, _Schedule(seed, report, traces).run())
+            virtual_loop.run(seed, _Schedule(seed, report, traces, restless).run())
         except virtual_loop.Stalled:
             report.violations.append("everybody waits for ever")
     return report
 
 
 class _Schedule:
-    def __init__(self, seed: int, report: Report, traces: Traces | None) -> None:
+    def __init__(self, seed: int, report: Report, traces: Traces | None, restless: bool) -> None:
         self.traces = traces
+        self.rebalancer = Restless if restless else Rebalancer
         self.draw = Random(seed)
         self.report = report
         lost = self.draw.choice((0, 0, 0, 1, 2))
@@ -101,10 +126,13 @@ class _Schedule:
             local_prefill_tokens=self.draw.choice((0, 10)), request_timeout_s=END_S / 2
         )
         metrics = _metrics()
+        moved_before = _moves(metrics)
         tracer = OFF if self.traces is None else self.traces.start("router", "router")
         self.pipeline = Pipeline(self.fleet, config, metrics, tracer=tracer)
         self.fleet.start()
-        moving = asyncio.create_task(Migrator(self.fleet, metrics, config.rebalancing).run())
+        now = asyncio.get_running_loop().time()
+        rebalancer = self.rebalancer(config.rebalancing, f"router {self.report.seed}", now)
+        moving = asyncio.create_task(Migrator(self.fleet, metrics, rebalancer).run())
         try:
             await self._play()
         finally:
@@ -121,6 +149,7 @@ class _Schedule:
         self.report.violations += self.network.faults
         self.report.fingerprint = self.network.fingerprint
         self.report.losses = self.disturbances.losses
+        self.report.moves = _moves(metrics) - moved_before
 
     async def _play(self) -> None:
         clients = [asyncio.create_task(self._client()) for _ in range(self.draw.randint(2, 5))]
@@ -235,6 +264,16 @@ class _Schedule:
                 self.network.hosts[host.address] = host
                 machines.append(Machine(role, host, self.kv, step_s, self.traces))
         return machines
+
+
+def _moves(metrics: RouterMetrics) -> Counter[str]:
+    """Sequences that were to move so far, by outcome."""
+    found: Counter[str] = Counter()
+    for family in metrics.moves.collect():
+        for sample in family.samples:
+            if sample.name.endswith("_total"):
+                found[sample.labels["outcome"]] += round(sample.value)
+    return found
 
 
 @cache

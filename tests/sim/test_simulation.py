@@ -6,9 +6,11 @@ The bugs planted here are found, so that what is not found is not for want of lo
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -29,14 +31,30 @@ PATIENCE = 400
 """Schedules within which a planted bug must be found."""
 
 
-def run_all(seeds: range) -> tuple[int, int]:
-    """Answers read in full and losses met. A process a core: each schedule has its own world."""
-    answers = losses = 0
+def reports(seeds: range, *, restless: bool = False) -> Iterator[schedule.Report]:
+    """Of schedules without violations. A process a core: each schedule has its own world."""
+    run = partial(schedule.run, restless=restless)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
-        for report in processes.map(schedule.run, seeds, chunksize=25):
+        for report in processes.map(run, seeds, chunksize=25):
             assert not report.violations, f"BATON_SIM_SEED={report.seed}: {report.violations}"
-            answers, losses = answers + report.answers, losses + report.losses
+            yield report
+
+
+def run_all(seeds: range) -> tuple[int, int]:
+    """Answers read in full and losses met."""
+    answers = losses = 0
+    for report in reports(seeds):
+        answers, losses = answers + report.answers, losses + report.losses
     return answers, losses
+
+
+@pytest.mark.deep
+def test_schedules_in_which_sequences_move_all_the_time() -> None:
+    moves: Counter[str] = Counter()
+    for report in reports(range(FIRST, FIRST + 600), restless=True):
+        moves += report.moves
+    assert moves["moved"] > 600
+    assert moves["returned"] > 10, "a few did not arrive"
 
 
 @pytest.mark.deep

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.aliases import Alias
 from batonlm.core.routing.aliases import parse as parse_aliases
+from batonlm.core.routing.rebalance import Rebalancer
 from batonlm.router.api.access import (
     Authenticator,
     KeyAuthenticator,
@@ -149,9 +150,11 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             grpc_address = await server.start()
             probes.startup.enter("workers")
             fleet.start()
+            now_s = asyncio.get_running_loop().time()
+            rebalancer = Rebalancer(config.rebalancing, identity.instance_id, now_s)
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
-                asyncio.create_task(Migrator(fleet, metrics, config.rebalancing).run()),
+                asyncio.create_task(Migrator(fleet, metrics, rebalancer).run()),
                 asyncio.create_task(pipeline.adapter_manager.keep()),
                 asyncio.create_task(authenticator.run()),
                 *([asyncio.create_task(aliases.run())] if aliases is not None else []),

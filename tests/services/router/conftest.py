@@ -13,6 +13,7 @@ from batonlm.cli.ports import free_ports
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Accepted, Delta, Finished, FinishReason, Request
 from batonlm.core.routing.aliases import Alias
+from batonlm.core.routing.rebalance import Rebalancer
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.observe.records import UsageSink
@@ -169,9 +170,9 @@ class World:
             aliases=lambda: self.config.own_aliases | self.aliases,
         )
         self.fleet.start()
-        self.moving = asyncio.create_task(
-            Migrator(self.fleet, metrics, self.config.rebalancing).run()
-        )
+        now = asyncio.get_running_loop().time()
+        rebalancer = Rebalancer(self.config.rebalancing, "r" * 32, now)
+        self.moving = asyncio.create_task(Migrator(self.fleet, metrics, rebalancer).run())
         everybody = {role: len(found) for role, found in self.addresses.items()}
         await until(lambda: self.met() == everybody)
         return self.router

@@ -22,7 +22,6 @@ from batonlm.core.routing.load import WorkerState
 from batonlm.core.routing.rebalance import (
     MoveReason,
     PlannedMove,
-    RebalancePolicy,
     Rebalancer,
     Stream,
 )
@@ -64,11 +63,10 @@ class _Leaving:
 class Migrator:
     """Migrates the work of one router while `run` runs."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, policy: RebalancePolicy) -> None:
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, rebalancer: Rebalancer) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        now = asyncio.get_running_loop().time()
-        self._rebalancer = Rebalancer(policy, fleet.router.instance_id, now)
+        self._rebalancer = rebalancer
         self._leaving: dict[str, _Leaving] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 

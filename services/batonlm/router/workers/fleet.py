@@ -609,7 +609,6 @@ class Fleet:
         """Set when any worker changed."""
         self.adapters = context.adapters
         """The adapters that workers should have."""
-        self.router = router
         self._channels = channels
         self.tokenizers = Pool(
             "tokenizer", context, lambda channel, worker: TokenizerClient(channel)
