@@ -165,22 +165,51 @@ class DecodeMachine(StepMachine):
     def begin_to_move(self, data: st.DataObject) -> None:
         """Another worker reserves: here the same one, so that both ends are under one roof."""
         key = data.draw(st.sampled_from(sorted(self.held.keys() - self.moving.keys())))
-        whole = AttemptKey(key.request_id, key.attempt)
-        one, output = self.drawn[whole], self.outputs.tokens[key]
+        next_one = self.continuation(key)
+        limit = self.limits[AttemptKey(key.request_id, key.attempt)]
+        position = self.loop.scheduler.reserve(next_one, self.now, max_unconfirmed=limit)
+        if position is not None:
+            self.know(next_one, key)
+            self.moving[key] = (next_one, position)
+
+    def continuation(self, key: SequenceKey) -> Attempt:
+        """The attempt that goes on with a held sequence."""
+        one = self.drawn[AttemptKey(key.request_id, key.attempt)]
         self.number += 1
-        prompt = one.token_ids[: one.num_prompt_tokens]
-        next_one = replace(
+        return replace(
             one,
             request_id=key.request_id,
             attempt=self.number,
             choices=(key.choice,),
-            token_ids=(*prompt, *output[:-1]),
+            token_ids=(
+                *one.token_ids[: one.num_prompt_tokens],
+                *self.outputs.tokens[key][:-1],
+            ),
         )
-        limit = self.limits[whole]
-        position = self.loop.scheduler.reserve(next_one, self.now, max_unconfirmed=limit)
-        if position is not None:
-            self.drawn[next_one.key], self.limits[next_one.key] = one, limit
-            self.moving[key] = (next_one, position)
+
+    def know(self, next_one: Attempt, key: SequenceKey) -> None:
+        """It continues a sequence."""
+        whole = AttemptKey(key.request_id, key.attempt)
+        self.drawn[next_one.key], self.limits[next_one.key] = self.drawn[whole], self.limits[whole]
+
+    def goes_on(self, next_one: Attempt, key: SequenceKey) -> None:
+        """From now on with its tokens."""
+        (replacement,) = next_one.keys()
+        self.outputs.tokens[replacement] = self.outputs.tokens[key][:-1]
+        self.confirmed[replacement] = next_one.position
+        self.wanted = (self.wanted - {key}) | {replacement}
+
+    @precondition(lambda self: self.held.keys() - self.moving.keys())
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        """No other worker got its KV."""
+        key = data.draw(st.sampled_from(sorted(self.held.keys() - self.moving.keys())))
+        next_one = self.continuation(key)
+        del self.held[key]
+        self.know(next_one, key)
+        self.goes_on(next_one, key)
+        self.loop.scheduler.resume(key, next_one)
+        self.take(self.loop.scheduler.take_events())
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data())
@@ -192,10 +221,7 @@ class DecodeMachine(StepMachine):
         scheduler, runner = self.loop.scheduler, self.loop.runner
         kv = packed(runner, held.extents, position, held.num_positions)
         unpacked(runner, scheduler.extents(next_one.key), position, held.num_positions, kv)
-        (replacement,) = next_one.keys()
-        self.outputs.tokens[replacement] = self.outputs.tokens[key][:-1]
-        self.confirmed[replacement] = next_one.position
-        self.wanted = (self.wanted - {key}) | {replacement}
+        self.goes_on(next_one, key)
         scheduler.admit(next_one.key, (held.newest,), self.now)
         scheduler.cancel(AttemptKey(key.request_id, key.attempt), (key.choice,))
         self.take(scheduler.take_events())

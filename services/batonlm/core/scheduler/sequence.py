@@ -9,10 +9,10 @@ here, or its KV is held for the worker that goes on with it, also after it has r
       └─── PREEMPT ─────────────┴────────────────────────┴────────────────────┘
                      PREFILLING, RUNNING ── HOLD ──► HELD ── RESUME ──► RUNNING
 
-READY is when the step that completes its KV is launched, or its last KV has been collected. A
-sequence that ran here runs on, RESUME, when its KV did not arrive at the other worker. A sequence
-without blocks of the pool is QUEUED, when its KV has to be computed again, or SWAPPED,
-when swap memory keeps it. What steps launched before still sample for it counts all the same.
+READY is when the step that completes its KV is launched, or its last KV has been collected. RESUME
+is for a sequence that has run here and whose KV no other worker got. A sequence without blocks of
+the pool is QUEUED, when its KV has to be computed again, or SWAPPED, when swap memory keeps it.
+What steps launched before still sample for it counts all the same.
 FINISH, CANCEL and FAIL end a sequence, from where the table says so; what is not in the table is a
 fault of Baton and raises Internal.
 """
@@ -276,6 +276,8 @@ class Sequence:
         del self.logprobs[: attempt.position - self.attempt.position]
         self.attempt = attempt
         self.key = SequenceKey(attempt.request_id, self.key.choice, attempt.attempt)
+        # As at the start of any attempt: what confirms its input may have gone to the former one.
+        self.confirm(attempt.position)
 
     def confirm(self, position: int) -> None:
         """Output positions below this one hold no stop string."""
