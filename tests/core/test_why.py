@@ -8,7 +8,7 @@ import pytest
 
 from batonlm.core.observe.request_record import AttemptRecord, outline, why
 from batonlm.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
-from batonlm.core.routing.routing import Decision, PoolSnapshot, RoutingPolicy, decide
+from batonlm.core.routing.routing import RETURNS, Decision, PoolSnapshot, RoutingPolicy, decide
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()
@@ -106,7 +106,9 @@ def test_apart() -> None:
 def test_one_token_and_moves() -> None:
     assert "first token" in said([worker("p", "prefill")], outputs=False)
     moved = Decision(None, worker("d").identity, "moves", ())
-    assert "another decode worker" in why(moved, BY_LENGTH, split=True, moved=True)
+    assert "came from another decode worker" in why(moved, BY_LENGTH, split=True, moved=True)
+    back = Decision(None, worker("d").identity, RETURNS, ())
+    assert "went on where it was" in why(back, BY_LENGTH, split=True, moved=True)
 
 
 @pytest.mark.parametrize(

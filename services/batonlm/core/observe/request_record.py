@@ -319,7 +319,7 @@ def outline(attempt: AttemptRecord) -> str:
     """Returns the sentence of `why` without facts about workers, for clients that may not see
     them."""
     if attempt.moved:
-        return attempt.why
+        return _RETURNED if attempt.why == _RETURNED else _MOVED
     if attempt.decode is None:
         return _ALONE
     return f"{_LOCAL if attempt.prefill is None else _APART}."
