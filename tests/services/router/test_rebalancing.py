@@ -15,8 +15,8 @@ from batonlm.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import IDS, REQUEST, begin, finish
 
-TOKENS = 1000
-STEP_S = 0.01
+TOKENS = 500
+STEP_S = 0.02
 LONG = replace(REQUEST, max_tokens=TOKENS)
 EXPECTED, _ = language.answer(IDS, 3, 0, TOKENS, ignore_eos=True)
 
@@ -53,18 +53,18 @@ async def all_right(world: World, under_way: list[tuple[EventStream, Answer]]) -
 
 async def test_a_new_worker_gets_its_part(world: World) -> None:
     await world.start()
-    under_way = await streams(world, 8)
+    under_way = await streams(world, 6)
     added = await another(world)
-    await until(lambda: moves(world, "moved") == 4)
-    assert len(added.holds()) == len(world.decodes[0].holds()) == 4
+    await until(lambda: moves(world, "moved") == 3)
+    assert len(added.holds()) == len(world.decodes[0].holds()) == 3
     await all_right(world, under_way)
-    assert moves(world, "moved") == 4
-    assert len(world.decodes[0].wishes) == 4 and not added.wishes
+    assert moves(world, "moved") == 3
+    assert len(world.decodes[0].wishes) == 3 and not added.wishes
 
 
 async def test_nothing_moves_when_it_is_off(world: World) -> None:
     await world.start(RouterConfig(local_prefill_tokens=0, rebalance_moves=0))
-    under_way = await streams(world, 8)
+    under_way = await streams(world, 6)
     added = await another(world)
     await all_right(world, under_way)
     assert not world.decodes[0].wishes and not added.starts
@@ -75,7 +75,7 @@ async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
     world: World, ends: str
 ) -> None:
     await world.start()
-    under_way = await streams(world, 8)
+    under_way = await streams(world, 6)
     added = world.new_decode()
     if ends == "refuses":
         added.refusals += [Overloaded("full")] * 100
@@ -92,7 +92,7 @@ async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
 
 async def test_a_client_leaves_while_its_sequence_moves(world: World) -> None:
     await world.start()
-    under_way = await streams(world, 8)
+    under_way = await streams(world, 6)
     added = world.new_decode()
     added.collecting.clear()
     await another(world, added)
