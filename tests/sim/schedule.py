@@ -26,6 +26,7 @@ from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Delta
 from batonlm.core.routing.load import WorkerSnapshot, WorkerState
 from batonlm.core.routing.rebalance import MoveReason, PlannedMove, Rebalancer, Streams
+from batonlm.decode.service import TAKE_BACK_S
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import RouterMetrics
 from batonlm.router.request.migration import Migrator
@@ -165,7 +166,7 @@ class _Schedule:
         await asyncio.sleep(SETTLE_S)
         if any(m.cut_off and m.worker and any(m.worker.held().values()) for m in self.machines):
             # Whoever could not be told frees it in time.
-            await asyncio.sleep(OFFERED_S)
+            await asyncio.sleep(OFFERED_S + TAKE_BACK_S)
         self._check_nothing_left()
 
     async def _client(self) -> None:

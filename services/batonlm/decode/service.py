@@ -59,7 +59,7 @@ STUCK_S = 30.0
 """The session of a router that reads nothing for so long is dropped."""
 
 SWEEP_S = 0.25
-TAKE_BACK_S = 10.0
+TAKE_BACK_S = 5.0
 """How long a sequence whose KV was not collected is held for its router, which learns from the
 other worker that it did not get it, or by that worker's silence."""
 

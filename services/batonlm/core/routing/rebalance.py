@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from math import ceil, floor
 from random import Random
 
 from batonlm.core.admission.tenant_budgets import TokenBucket
@@ -187,9 +188,14 @@ class Rebalancer:
         # What reports include already counts twice here: the giver never has fewer sequences than
         # this, and the receiver never more.
         least = Counter({_id(worker): worker.num_sequences for worker in pool})
-        most = least.copy()
+        most, total = least.copy(), least.total()
         least.subtract(move.giver for move in self._unreported())
         most.update(move.receiver for move in self._unreported())
+        # A sequence that has just moved may count on both workers.
+        mean, least_mean = total / len(pool), (total - len(self._recent)) / len(pool)
+        # Who has as many as the mean gives nothing while others have more, so that nothing is moved
+        # on from one that was moved there.
+        enough = ceil(mean) if max(least.values()) > ceil(mean) else floor(mean)
         planned: list[PlannedMove] = []
         by_load = sorted(pool, key=lambda worker: worker.num_sequences)
         for giver in reversed(by_load):
@@ -197,7 +203,7 @@ class Rebalancer:
                 ahead = least[_id(giver)] - most[_id(receiver)]
                 if bucket.level(now) < 1:
                     break
-                if ahead < 2:
+                if ahead < 2 or least[_id(giver)] <= enough or most[_id(receiver)] >= least_mean:
                     continue
                 if not self._may_move(giver, receiver) or not self._is_turn(giver, ahead // 2):
                     continue

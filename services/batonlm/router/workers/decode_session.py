@@ -98,6 +98,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._asked: dict[SequenceKey, SessionRequest] = {}
         """Hand-over requests without an answer, which are repeated after a break."""
         self._cancels: dict[AttemptKey, set[int]] = {}
+        """Choices by attempt; none: all of them."""
         self._confirms: dict[SequenceKey, int] = {}
         self._confirmed: dict[AttemptKey, dict[SequenceKey, int]] = {}
         """The newest confirmed position of each sequence, sent again after a break because the last
@@ -147,7 +148,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
 
     def cancel(self, key: AttemptKey, choice: int) -> None:
         """Stops one choice of an attempt that continues."""
-        self._cancels.setdefault(key, set()).add(choice)
+        if self._cancels.get(key) != set():
+            self._cancels.setdefault(key, set()).add(choice)
         self.wake()
 
     def confirm(self, key: SequenceKey, position: int) -> None:
