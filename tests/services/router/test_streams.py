@@ -82,6 +82,14 @@ async def test_a_start_is_sent_once_with_its_source(channel: grpc.aio.Channel) -
     assert session.outgoing() == []
 
 
+async def test_a_worker_goes_on_with_its_own_sequence(channel: grpc.aio.Channel) -> None:
+    session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
+    session.start(attempt(), Sink(), handover_id=b"h" * 16, sender=DECODE)
+    (message,) = session.outgoing()
+    assert message.start.held_handover_id == b"h" * 16
+    assert not message.start.HasField("source")
+
+
 async def test_what_was_never_sent_needs_no_cancel(channel: grpc.aio.Channel) -> None:
     session = DecodeSession(channel, DECODE, ROUTER, Broadcast(), time.monotonic)
     session.start(attempt(), Sink())
@@ -95,8 +103,9 @@ async def test_a_choice_is_cancelled_after_its_start(channel: grpc.aio.Channel) 
     session.cancel(attempt().key, 1)
     assert kinds(session.outgoing()) == ["start", "cancel"]
     session.release(attempt().key, cancel=True)
+    session.cancel(attempt().key, 1)
     (message,) = session.outgoing()
-    assert list(message.cancel.choices) == []
+    assert list(message.cancel.choices) == [], "all of them, also after one more is named"
     session.release(attempt().key, cancel=True)
     assert session.outgoing() == [], "it is forgotten already"
 
