@@ -9,7 +9,7 @@ whose memory is nearly full gives its longest sequences to one with room, before
 Every move must help: it never leaves the receiver with more sequences (or a larger part of its
 memory in use) than the giver, and where speeds are measured, what it is predicted to save must
 exceed the pause that it costs. A sequence that moved rests for a while, one about to end does not
-move, and a bucket bounds the moves a minute.
+move, and a budget bounds the moves of any minute.
 
 Several routers see the same pool and decide by themselves. Each moves only its own sequences, as
 often as its part of the giver's sequences says, at times of its own. Loads that workers report are
@@ -18,7 +18,7 @@ slightly old, so its own moves of the last second count in the way that lets few
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +26,6 @@ from functools import cache
 from math import ceil, floor
 from random import Random
 
-from batonlm.core.admission.tenant_budgets import TokenBucket
 from batonlm.core.request.attempt import SequenceKey
 from batonlm.core.routing.load import WorkerSnapshot, WorkerState
 from batonlm.core.routing.routing import EXPECTED_OUTPUT, NOISE
@@ -78,7 +77,7 @@ class RebalancePolicy:
     margin: float = 0.25
     """Share of the mean by which a worker's sequences must differ from it."""
     moves_per_minute: int = 60
-    """Most sequences that one router moves, at once after a pause and then a minute; 0: none."""
+    """Most sequences that one router moves in any minute; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,9 @@ class Rebalancer:
     def __init__(self, policy: RebalancePolicy, router: str, now: float) -> None:
         """router: its instance id. now: a reading of the clock of all calls, in seconds."""
         self._margin = policy.margin
-        rate = policy.moves_per_minute / 60
-        self._bucket = TokenBucket(rate, policy.moves_per_minute, now) if rate else None
+        self._budget = policy.moves_per_minute
+        self._begun: deque[float] = deque()
+        """When the moves of the last minute began."""
         self._random = Random(router)
         self._due = now
         self._in_flight: dict[PlannedMove, None] = {}
@@ -135,15 +135,15 @@ class Rebalancer:
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for a plan."""
-        return self._bucket is not None and now >= self._due
+        return self._budget > 0 and now >= self._due
 
     def plan(
         self, workers: Iterable[WorkerSnapshot], streams: Streams, now: float
     ) -> list[PlannedMove]:
         """Returns what should move now; the caller starts all of it."""
-        if self._bucket is None:
-            return []
         self._due = now + INTERVAL_S * self._random.uniform(0.5, 1.5)
+        while self._begun and self._begun[0] <= now - 60:
+            self._begun.popleft()
         self._recent = [(end, move) for end, move in self._recent if end > now - REPORT_S]
         self._rests = {key: end for key, end in self._rests.items() if end > now}
         self._failed = {worker: end for worker, end in self._failed.items() if end > now}
@@ -160,8 +160,8 @@ class Rebalancer:
         streams = cache(streams)
         for kind, pool in pools.items():
             if len(pool) > 1:
-                planned += self._relieve(pool, streams, self._bucket, now)
-                planned += self._even_out(kind, pool, streams, self._bucket, now)
+                planned += self._relieve(pool, streams, now)
+                planned += self._even_out(kind, pool, streams, now)
         return planned
 
     def ended(self, move: PlannedMove, now: float, *, moved: bool, refused: bool = False) -> None:
@@ -180,7 +180,6 @@ class Rebalancer:
         kind: Hashable,
         pool: Sequence[WorkerSnapshot],
         streams: Streams,
-        bucket: TokenBucket,
         now: float,
     ) -> list[PlannedMove]:
         if not self._is_uneven(kind, pool, now):
@@ -201,7 +200,7 @@ class Rebalancer:
         for giver in reversed(by_load):
             for receiver in by_load:
                 ahead = least[_id(giver)] - most[_id(receiver)]
-                if bucket.level(now) < 1:
+                if self._is_spent:
                     break
                 if ahead < 2 or least[_id(giver)] <= enough or most[_id(receiver)] >= least_mean:
                     continue
@@ -221,7 +220,7 @@ class Rebalancer:
         return planned
 
     def _relieve(
-        self, pool: Sequence[WorkerSnapshot], streams: Streams, bucket: TokenBucket, now: float
+        self, pool: Sequence[WorkerSnapshot], streams: Streams, now: float
     ) -> list[PlannedMove]:
         """Plans moves off workers whose memory is nearly full."""
         planned = []
@@ -230,7 +229,7 @@ class Rebalancer:
                 continue
             roomy = sorted(pool, key=lambda worker: _used_share(worker))
             for receiver in roomy:
-                if bucket.level(now) < 1 or not self._is_pressed(giver):
+                if self._is_spent or not self._is_pressed(giver):
                     break
                 if not self._may_move(giver, receiver) or not self._is_turn(giver, 1):
                     continue
@@ -253,11 +252,14 @@ class Rebalancer:
         reason: MoveReason,
         now: float,
     ) -> PlannedMove:
-        assert self._bucket is not None
-        self._bucket.take(1, now)
+        self._begun.append(now)
         move = PlannedMove(stream, _id(giver), _id(receiver), reason)
         self._in_flight[move] = None
         return move
+
+    @property
+    def _is_spent(self) -> bool:
+        return len(self._begun) >= self._budget
 
     def _unreported(self) -> list[PlannedMove]:
         return [*self._in_flight, *(move for _, move in self._recent)]
