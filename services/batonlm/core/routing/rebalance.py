@@ -192,9 +192,13 @@ class Rebalancer:
         most.update(move.receiver for move in self._unreported())
         # A sequence that has just moved may count on both workers.
         mean, least_mean = total / len(pool), (total - len(self._recent)) / len(pool)
-        # Who has as many as the mean gives nothing while others have more, so that nothing is moved
-        # on from one that was moved there.
-        enough = ceil(mean) if max(least.values()) > ceil(mean) else floor(mean)
+        # Who has the mean, rounded, gives nothing while others have more, and takes nothing while
+        # others have less: so nothing is moved on from where it was moved to.
+        enough, fair = ceil(mean), floor(least_mean)
+        if max(least.values()) <= enough:
+            enough = floor(mean)
+        if min(most.values()) >= fair:
+            fair = ceil(least_mean)
         planned: list[PlannedMove] = []
         by_load = sorted(pool, key=lambda worker: worker.num_sequences)
         for giver in reversed(by_load):
@@ -202,7 +206,7 @@ class Rebalancer:
                 ahead = least[_id(giver)] - most[_id(receiver)]
                 if self._is_spent:
                     break
-                if ahead < 2 or least[_id(giver)] <= enough or most[_id(receiver)] >= least_mean:
+                if ahead < 2 or least[_id(giver)] <= enough or most[_id(receiver)] >= fair:
                     continue
                 if not self._may_move(giver, receiver) or not self._is_turn(giver, ahead // 2):
                     continue
