@@ -25,7 +25,7 @@ from baton_loadtest.report import Bars, Report, Result, compared, ms
 from batonlm.cli.access import Access
 from batonlm.cli.layout import UpOptions
 from batonlm.core.errors import BatonError
-from batonlm.router.config import RouterConfig
+from batonlm.core.routing.rebalance import RebalancePolicy
 
 PLOTS = True
 OPTIONS = (
@@ -36,7 +36,7 @@ OPTIONS = (
     option("--step-ms", 10.0, "of a step"),
     option("--token-ms", 0.5, "more of it, for each token"),
     option("--blocks", 1200, "of 16 positions, that a decode worker has for KV"),
-    option("--moves", RouterConfig.rebalance_moves, "a minute, with rebalancing"),
+    option("--moves", RebalancePolicy().moves_per_minute, "a minute, with rebalancing"),
 )
 
 SETTLED_TOKENS = 8
