@@ -131,4 +131,4 @@ def test_settings_that_make_no_sense(
 ) -> None:
     with pytest.raises(SystemExit):
         load(RouterConfig, wrong, {}, prog="baton-router")
-    assert "at least" in capsys.readouterr().err
+    assert f"from {wrong[0]}) is not allowed" in capsys.readouterr().err
