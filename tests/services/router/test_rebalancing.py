@@ -8,6 +8,7 @@ import pytest
 
 from batonlm.core.errors import Overloaded
 from batonlm.core.routing.load import WorkerLoad
+from batonlm.core.routing.rebalance import RebalancePolicy
 from batonlm.router.config import RouterConfig
 from batonlm.router.request.pipeline import EventStream
 from batonlm.rpc.config import load
@@ -16,6 +17,7 @@ from batonlm.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import IDS, REQUEST, begin, finish
 
+MOVING = RouterConfig(local_prefill_tokens=0, rebalance_moves=RebalancePolicy().moves_per_minute)
 TOKENS = 500
 STEP_S = 0.02
 LONG = replace(REQUEST, max_tokens=TOKENS)
@@ -53,7 +55,7 @@ async def all_right(world: World, under_way: list[tuple[EventStream, Answer]]) -
 
 
 async def test_a_new_worker_gets_its_part(world: World) -> None:
-    await world.start()
+    await world.start(MOVING)
     under_way = await streams(world, 6)
     added = await another(world)
     await until(lambda: moves(world, "moved") == 3)
@@ -63,8 +65,8 @@ async def test_a_new_worker_gets_its_part(world: World) -> None:
     assert len(world.decodes[0].wishes) == 3 and not added.wishes
 
 
-async def test_nothing_moves_when_it_is_off(world: World) -> None:
-    await world.start(RouterConfig(local_prefill_tokens=0, rebalance_moves=0))
+async def test_nothing_moves_unless_it_is_asked_for(world: World) -> None:
+    await world.start()
     under_way = await streams(world, 6)
     added = await another(world)
     await all_right(world, under_way)
@@ -75,7 +77,7 @@ async def test_nothing_moves_when_it_is_off(world: World) -> None:
 async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
     world: World, ends: str
 ) -> None:
-    await world.start()
+    await world.start(MOVING)
     under_way = await streams(world, 6)
     added = world.new_decode()
     if ends == "refuses":
@@ -92,7 +94,7 @@ async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
 
 
 async def test_a_client_leaves_while_its_sequence_moves(world: World) -> None:
-    await world.start()
+    await world.start(MOVING)
     under_way = await streams(world, 6)
     added = world.new_decode()
     added.collecting.clear()
@@ -113,7 +115,7 @@ class Reporting(ScriptedDecode):
 
 async def test_a_worker_whose_memory_runs_out_gives_to_another(world: World) -> None:
     world.decodes.append(Reporting(world.network))
-    await world.start(decodes=0)
+    await world.start(MOVING, decodes=0)
     full = world.decodes[0]
     under_way = await streams(world, 3)
     full.free_blocks = 2
