@@ -75,6 +75,7 @@ FIGURES = {
     "ranks": Figure("bench ranks --rounds 5 --shape 8m"),
     "cold": Figure("bench cold --rounds 2"),
     "drain": Figure("bench drain --prompt-tokens 800 --output-tokens 250"),
+    "rebalance": Figure("bench rebalance"),
     "overload": Figure("bench overload"),
     "fairness": Figure("bench fairness"),
     "readers": Figure("bench readers"),
