@@ -28,6 +28,7 @@ from baton_loadtest.chaos.world import (
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 from batonlm.testing.faults import MESSAGE_POINTS, RECEIVER_WORK, SENDER_WORK, TRANSPORT_READ
+from batonlm.transfer.stream import Liveness
 
 ONCE = ("opened", "announced", "granted", "refused", "tokens_told", "completed", "reserved")
 """Points that a hand-over reaches once; others are reached with every chunk or KV chunk."""
@@ -75,6 +76,8 @@ def measure(args: argparse.Namespace) -> list[Result]:
         positions=2 * 63,
         state_positions=4 * 63,
         chunk=63,
+        # As workers have it: a side that a busy machine lets wait for a second is not dead.
+        heartbeat_s=Liveness().heartbeat_s,
     )
     with World(settings, draw, args.ucx_tls) as world:
         world.hand_over()
