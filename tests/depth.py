@@ -32,6 +32,7 @@ LONGEST = (
     "loadtest/bench/test_bench_runs.py",
     "services/worker/test_ranks_leave_nothing.py",
     "engine/test_gpu_check.py",
+    "e2e/test_every_way.py",
     "e2e/test_states.py",
     "deploy/test_compiled.py",
     "e2e/test_adapter_parity.py",

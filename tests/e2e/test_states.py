@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batonlm import LLM
-from tests.e2e.relay import Relay, options, until_it_comes_about
+from tests.e2e.relay import Relay, until_it_comes_about
 from tests.e2e.streams import Following, requests, undisturbed
 from tests.engine.tiny_models import save_tiny_model
 from tests.greedy import greedy_tokens
@@ -53,49 +53,9 @@ def test_streams_move_with_their_states_when_a_decode_worker_drains(tmp_path: Pa
         relay.close()
 
 
-TORCH = {"jamba": 37, "qwen3_next": 37, "mamba2": 512}
-"""Of a prompt, positions that a step computes at most."""
-
-
 def transformers_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return greedy_tokens(network, prompt, count)
-
-
-@pytest.mark.deep
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("arch", TORCH)
-def test_real_states_are_handed_over_forked_and_moved(arch: str, tmp_path: Path) -> None:
-    """Greedy tokens equal those of transformers though prompts are computed on another worker, a
-    half of them has two choices, and a worker leaves."""
-    model = save_tiny_model(arch, tmp_path / arch)
-    # These layers are slow where no kernel is: on a busy machine the last would be refused.
-    environment = {"BATON_STEP_TOKENS": str(TORCH[arch]), "BATON_MAX_QUEUE_S": "120"}
-    asked = [
-        (list(range(60 + number, 260 + number)), options(max_tokens=160, n=1 + number % 2))
-        for number in range(12)
-    ]
-    wanted = [transformers_tokens(model, prompt, 160) for prompt, _ in asked]
-    flags = ("--model", str(model), "--decode", "2", "--transport", "nixl")
-    relay = Relay(tmp_path, *flags, "--kv-memory-mib", "8", environment=environment)
-    try:
-        relay.wait_for_all()
-
-        def they_move() -> bool:
-            streams = Following(relay, asked)
-            streams.settled()
-            moved = relay.metric(relay.router, "baton_moves_total", outcome="moved")
-            leaving = relay.busiest("decode")
-            relay.kill(leaving, signal.SIGTERM)
-            for answer, tokens in zip(streams.answers(), wanted, strict=True):
-                assert all(found == tokens for found in answer.token_ids.values())
-            relay.wait_for_all(gone=leaving["pid"])
-            return relay.metric(relay.router, "baton_moves_total", outcome="moved") > moved
-
-        until_it_comes_about(they_move, "sequences on a worker that leaves")
-        assert relay.metric(relay.router, "baton_kv_bytes_total") > 0
-    finally:
-        relay.close()
 
 
 @pytest.mark.deep
