@@ -15,6 +15,7 @@ import openai
 import pytest
 from prometheus_client import CollectorRegistry
 
+from batonlm.core.request.attempt import AttemptKey
 from batonlm.core.request.model import AnswerFormat
 from batonlm.core.request.request import (
     ChatPrompt,
@@ -34,6 +35,7 @@ from batonlm.testing import language
 from batonlm.testing.language import says
 from batonlm.testing.scripted import ScriptedTokenizer
 from tests.services.router.conftest import World, until
+from tests.services.router.disturbed import busy
 from tests.services.router_http.scripted import openai_client
 
 TOOLS: Any = [
@@ -120,20 +122,33 @@ async def test_arguments_stream(face: Face) -> None:
     ]
 
 
+def made(world: World) -> int:
+    """Tokens so far of what has not ended."""
+    return sum(
+        len(decode.running[AttemptKey(key.request_id, key.attempt)].outputs[key.choice])
+        for decode in world.decodes
+        for key in decode.holds()
+    )
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("role", ["decode", "detokenizer"])
 async def test_a_death_changes_no_byte_of_a_stream(face: Face, role: str) -> None:
     text = "<think>\nhm\n</think>\n\n" + TWO_CALLS.replace("Bern", "Bern " * 8)
     reference = await face.ask(text, tools=TOOLS, seed=1)
+    for decode in face.world.decodes:
+        decode.last_position = 60
     chunks = []
     async for chunk in await face.ask(text, tools=TOOLS, seed=1, stream=True):
         chunks.append(chunk.choices[0].delta)
-        if len(chunks) == 40:
-            if role == "decode":
-                victim: Any = next(d for d in face.world.decodes if d.running)
-            else:
+        if len(chunks) == 1:
+            await until(lambda: made(face.world) > 60)
+            victim: Any = busy(face.world)
+            if role == "detokenizer":
                 victim = next(d for d in face.world.detokenizers if d.texts)
             await victim.kill()
+            for decode in face.world.decodes:
+                decode.last_position = None
     message = reference.choices[0].message
     assert "".join(delta.content or "" for delta in chunks) == message.content
     assert "".join(getattr(delta, "reasoning", None) or "" for delta in chunks) == "hm"
