@@ -67,7 +67,7 @@ def right(streams: Following, expected: list[list[int]]) -> None:
     assert [answer.token_ids[0] for answer in streams.answers()] == expected
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sequences_move_to_an_idle_worker(pair: Relay, expected: list[list[int]]) -> None:
     def they_move() -> bool:
@@ -84,7 +84,7 @@ def test_sequences_move_to_an_idle_worker(pair: Relay, expected: list[list[int]]
     until_it_comes_about(they_move, "sequences that move for the load")
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_receiver_is_killed_while_they_move(pair: Relay, expected: list[list[int]]) -> None:
     """What had moved is computed again, and what was on its way goes on where it was."""
