@@ -180,6 +180,28 @@ async def test_a_start_that_is_cancelled_leaves_no_process(words: tuple[str, ...
 
 
 @pytest.mark.usefixtures("environment")
+@pytest.mark.parametrize("delay_s", [0.006, 0.009, 0.012])
+async def test_an_end_amid_a_fork_leaves_no_process(words: tuple[str, ...], delay_s: float) -> None:
+    """When these delays were chosen, a fork was on its way at each of them."""
+    others = set(psutil.Process().children(recursive=True))
+    forks = ForkServer()
+    process = await started(forks)
+    first = await forks.start(words, Noted())
+    first.close()
+    await first.reaped.wait()
+    start = asyncio.create_task(forks.start(words, Noted()))
+    await asyncio.sleep(delay_s)
+    process.kill()
+    await process.wait()
+    await asyncio.gather(start, return_exceptions=True)
+    if start.exception() is None:
+        start.result().close()
+        await start.result().reaped.wait()
+    await forks.close()
+    assert set(psutil.Process().children(recursive=True)) <= others
+
+
+@pytest.mark.usefixtures("environment")
 async def test_a_fork_reports_what_is_wrong_itself(words: tuple[str, ...], tmp_path: Path) -> None:
     forks = ForkServer()
     process = await started(forks)

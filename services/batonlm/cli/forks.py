@@ -21,6 +21,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import runpy
 import signal
 import socket
@@ -29,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 from batonlm.core.errors import BatonError
 
@@ -39,6 +41,9 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _STDOUT, _STDERR = 1, 2
 _GO = b"!"
+_UNTOLD = b"baton: untold"
+"""The name of a process from its fork until it goes on, by which an orphan is known: 15 bytes at
+most."""
 
 _IMPORTED = (
     "batonlm.decode.servicer",
@@ -87,6 +92,11 @@ class ForkServer:
                 start.close()
                 await start.reaped.wait()
         self._control.close()
+        # When it was killed amid a fork, nobody told the pids of what was on its way, which ends.
+        while untold := await asyncio.to_thread(_untold):
+            for pid in untold:
+                with suppress(ChildProcessError):
+                    await asyncio.to_thread(os.waitpid, pid, 0)
 
     async def _start(
         self, command: Sequence[str], protocol: asyncio.SubprocessProtocol
@@ -132,6 +142,20 @@ class ForkServer:
 def _close(start: asyncio.Task[ForkedProcess]) -> None:
     if not start.cancelled() and start.exception() is None:
         start.result().close()
+
+
+def _untold() -> list[int]:
+    """Returns the children of this process that are called so."""
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                _, name, rest = re.split(
+                    rb" \(|\) ", Path(entry.path, "stat").read_bytes(), maxsplit=2
+                )
+                if name == _UNTOLD and int(rest.split()[1]) == os.getpid():
+                    found.append(int(entry.name))
+    return found
 
 
 @contextmanager
@@ -233,7 +257,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.argv = words
         # Its arguments stay those of the process that it is a fork of.
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, words[0].encode())
+        _call_this(words[0].encode())
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
@@ -252,6 +276,7 @@ def _next_job(control: socket.socket) -> list[str]:
         found, finder = os.pipe()
         between = os.fork()
         if between == 0:
+            _call_this(_UNTOLD)
             try:
                 pid = os.fork()
             except OSError:
@@ -281,6 +306,11 @@ def _next_job(control: socket.socket) -> list[str]:
         finally:
             os.close(found)
             os.close(opener)
+
+
+def _call_this(name: bytes) -> None:
+    """Gives the process its name, of which the system keeps 15 bytes."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name)
 
 
 def _load(words: Sequence[str]) -> None:

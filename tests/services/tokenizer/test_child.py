@@ -65,8 +65,7 @@ def test_a_line_and_an_answer_may_be_longer_than_a_pipe_holds(child: Child) -> N
 
 
 def test_one_that_reads_nothing_is_over_in_time_too(child: Child) -> None:
-    (running,) = (one for one in psutil.Process().children() if one.pid == child.pid)
-    running.suspend()
+    psutil.Process(child.pid).suspend()
     assert child.ask(LINE % (b"a" * (1 << 21)), 0.2) is None
     assert child.late
 
@@ -93,9 +92,12 @@ def test_no_fork_handler_runs_and_no_secret_is_handed_on(monkeypatch: pytest.Mon
     async def start() -> None:
         child = Child(MODULE, *ARGUMENTS)
         assert await asyncio.to_thread(child.ready, 30)
-        (running,) = (one for one in psutil.Process().children() if MODULE in one.cmdline())
-        assert "BATON_SECRET" not in running.environ()
-        await asyncio.to_thread(child.end)
+        try:
+            running = psutil.Process(child.pid)
+            assert MODULE in running.cmdline()
+            assert "BATON_SECRET" not in running.environ()
+        finally:
+            await asyncio.to_thread(child.end)
 
     with asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(start())
