@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_loadtest import report
-from baton_loadtest.chaos.streams.fleet import WORKER_ROLES
+from baton_loadtest.chaos.streams.fleet import ROLES, WORKER_ROLES
 from batonlm.core.errors import InvalidArgument
 
 TCP = "tcp,self"
@@ -105,15 +105,12 @@ class Length:
 
 LENGTHS = {
     "kills": Length(1000),
-    "routers": Length(80, rounds=5),
+    "routers": Length(1000, rounds=5),
     "partitions": Length(200),
     "rolling": Length(200, rounds=2),
     "slow-links": Length(100, hold_s=4.0),
 }
 """Each schedule is a module of `streams`."""
-
-
-ROLES = (*WORKER_ROLES, "router")
 
 
 def add_streams(parser: argparse.ArgumentParser) -> None:

@@ -31,6 +31,7 @@ from batonlm.cli.supervisor import ChildProcess, Supervisor
 from batonlm.rpc.children import FIRST_BACKOFF_S
 
 WORKER_ROLES = ("tokenizer", "prefill", "decode", "detokenizer")
+ROLES = (*WORKER_ROLES, "router")
 
 
 BUSY = "OVERLOADED"
@@ -122,15 +123,17 @@ class Fleet:
         """Waits for the end of a process. Raises Broken if it does not end."""
         await _within(child.wait(), f"{child.spec.name} to end")
 
-    async def back(self, old: ChildProcess) -> None:
-        """Returns when a process's successor serves and is connected to all that need it."""
+    async def back(self, old: ChildProcess, *, whole: bool = True) -> None:
+        """Returns when a process's successor serves and is connected to all that need it. whole:
+        whether a router has to count every worker; else one of each role is enough."""
         name, role = old.spec.name, old.spec.role
 
         async def wait() -> None:
             while self.child(name) is old or not self.child(name).serving.is_set():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S / 4)
             routers = [name] if role == "router" else self.names("router")
-            await self._met(routers, WORKER_ROLES if role == "router" else (role,))
+            least = None if whole or role != "router" else 1
+            await self._met(routers, WORKER_ROLES if role == "router" else (role,), least)
 
         await _within(wait(), f"{name} to be back")
 
@@ -151,30 +154,40 @@ class Fleet:
         """Returns when every router counts every worker that should run."""
         await _within(self._met(self.names("router"), WORKER_ROLES), "all workers to be met")
 
-    async def is_met(self, router: str, roles: tuple[str, ...] = WORKER_ROLES) -> bool:
-        """Returns whether a router counts all workers of some roles as live."""
-        found = await asyncio.to_thread(met, self.layout.metrics_url(self.spec(router)), None)
+    async def is_met(
+        self, router: str, roles: tuple[str, ...] = WORKER_ROLES, least: int | None = None
+    ) -> bool:
+        """Returns whether a router counts all workers of some roles as live, or at least so
+        many."""
+        url, token = self.layout.metrics_url(self.spec(router)), self.layout.peer_token
+        found = await asyncio.to_thread(met, url, None, token)
+        if least is not None:
+            return all(found[role] >= least for role in roles)
         wanted = Counter(self.spec(name).role for name in self._specs.keys() - self._withheld)
         return all(found[role] == wanted[role] for role in roles)
 
-    async def _met(self, routers: list[str], roles: tuple[str, ...]) -> None:
+    async def _met(
+        self, routers: list[str], roles: tuple[str, ...], least: int | None = None
+    ) -> None:
         for router in routers:
-            while not await self.is_met(router, roles):  # noqa: ASYNC110
+            while not await self.is_met(router, roles, least):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
     async def metrics(self, name: str) -> dict[str, float]:
         """Raises OSError while the process does not answer."""
-        return await asyncio.to_thread(scrape, self.layout.metrics_url(self.spec(name)))
+        url, token = self.layout.metrics_url(self.spec(name)), self.layout.peer_token
+        return await asyncio.to_thread(scrape, url, key=token)
 
     async def held(self, *names: str) -> float:
-        """Returns what workers hold for requests: attempts, sequences, texts, possible leaks."""
+        """Returns what processes hold for requests: attempts, sequences, texts, possible leaks."""
         found = await asyncio.gather(*(self.metrics(name) for name in names))
         kinds = ("baton_attempts", "baton_sequences", "baton_leaks")
         return sum(total(one, kind) for one in found for kind in kinds)
 
-    async def at_rest(self) -> float:
-        """Returns what workers still hold some time after all streams have ended."""
-        names = self.names(*WORKER_ROLES)
+    async def at_rest(self, *roles: str) -> float:
+        """Returns what processes of these roles, or all workers, still hold some time after all
+        streams have ended."""
+        names = self.names(*(roles or WORKER_ROLES))
         deadline = asyncio.get_running_loop().time() + REST_S
         while True:
             held = await self.held(*names)
@@ -194,13 +207,15 @@ async def fleet(
     *,
     routers: int = 1,
     network: Network | None = None,
+    keys: str = "",
 ) -> AsyncIterator[Fleet]:
-    """Starts and connects all processes. network: the network between them, if any.
+    """Starts and connects all processes. network: the network between them, if any. keys: the file
+    of the API keys that routers accept; empty: they need none.
 
     Raises Broken, StartFailed.
     """
     network = network or Network()
-    layout = _layout(args, routers)
+    layout = _layout(args, routers, keys)
     ended: list[Ended] = []
     signalled: dict[str, int] = {}
     pids: dict[int, str] = {}
@@ -225,7 +240,7 @@ async def fleet(
                 yield Fleet(layout, supervisor, ended, signalled)
 
 
-def _layout(args: argparse.Namespace, routers: int) -> Layout:
+def _layout(args: argparse.Namespace, routers: int, keys: str) -> Layout:
     """The routers' ports are consecutive; others are chosen if workers were given any of them."""
     while True:
         first = free_row(2 * routers)
@@ -240,6 +255,7 @@ def _layout(args: argparse.Namespace, routers: int) -> Layout:
             transport=args.transport,
             kv_memory_mib=KV_MEMORY_MIB,
             local_prefill_tokens=APART,
+            keys=keys,
         )
         layout = plan(options)
         addresses = [one for spec in layout.processes for one in (spec.grpc, spec.metrics)]

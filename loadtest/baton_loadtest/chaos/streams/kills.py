@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from baton_loadtest.chaos.streams.fleet import OF_EACH, WORKER_ROLES, Fleet, fleet, hits
+from baton_loadtest.chaos.streams.fleet import OF_EACH, ROLES, WORKER_ROLES, Fleet, fleet, hits
 from baton_loadtest.chaos.streams.load import (
     Answer,
     Load,
@@ -45,16 +45,9 @@ async def _measure(args: argparse.Namespace) -> list[Result]:
         say(f"{len(wanted)} streams undisturbed")
         reference = await Load(stub, wanted, args.concurrency).once()
         say("and with kills")
-        load = Load(stub, wanted, args.concurrency)
-        asking = asyncio.create_task(load.once())
-        killer = Killer(running, victims(args.seed, args.roles), args.down)
-        try:
-            await load.under_way(asking)
-            await killer.run(asking)
-            answers = await asking
-        finally:
-            asking.cancel()
-            await asyncio.wait([asking])
+        mortal = [role for role in WORKER_ROLES if role in args.roles]
+        killer = Killer(running, victims(args.seed, mortal), args.down)
+        answers = await killer.amid(Load(stub, wanted, args.concurrency))
         await running.whole()
         held = await running.at_rest()
         touched = hits(running.log)
@@ -97,7 +90,7 @@ def _steady(answers: list[Answer]) -> list[float]:
 
 
 class Killer:
-    """Kills workers. kills: by role. down: seconds for which each worker was missing."""
+    """Kills processes. kills: by role. down: seconds for which each process was missing."""
 
     def __init__(self, running: Fleet, victims: Iterator[str], most_down: int) -> None:
         self.kills: Counter[str] = Counter()
@@ -105,10 +98,22 @@ class Killer:
         self._running = running
         self._victims = victims
         self._places = asyncio.Semaphore(most_down)
-        self._roles = {role: asyncio.Lock() for role in WORKER_ROLES}
+        self._roles = {role: asyncio.Lock() for role in ROLES}
 
-    async def run(self, until: asyncio.Task[list[Answer]]) -> None:
-        """Kills until a task is done, then waits until all workers are back. Raises Broken."""
+    async def amid(self, load: Load) -> list[Answer]:
+        """Runs a load's streams once, and kills meanwhile. Returns the answers. Raises Broken if a
+        process does not come back."""
+        asking = asyncio.create_task(load.once())
+        try:
+            await load.under_way(asking)
+            await self._run(asking)
+            return await asking
+        finally:
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    async def _run(self, until: asyncio.Task[list[Answer]]) -> None:
+        """Kills until a task is done, then waits until all processes are back. Raises Broken."""
         try:
             async with asyncio.TaskGroup() as group:
                 while not until.done():
@@ -125,7 +130,8 @@ class Killer:
     async def _kill(self, name: str, role: str) -> None:
         began = time.monotonic()
         try:
-            await self._running.back(self._running.signal(name, signal.SIGKILL))
+            # Others are down, so a router counts all workers at hardly any time.
+            await self._running.back(self._running.signal(name, signal.SIGKILL), whole=False)
         finally:
             self._roles[role].release()
             self._places.release()
@@ -133,9 +139,8 @@ class Killer:
 
 
 def victims(seed: int, roles: Sequence[str] = WORKER_ROLES) -> Iterator[str]:
-    """Yields names of workers endlessly, depending on the seed only; each role equally often."""
+    """Yields names of processes endlessly, depending on the seed only; each role equally often."""
     draw = random.Random(f"kills {seed}")
-    mortal = [role for role in WORKER_ROLES if role in roles]
     while True:
-        for role in draw.sample(mortal, len(mortal)):
+        for role in draw.sample(roles, len(roles)):
             yield f"{role}-{draw.randrange(OF_EACH)}"

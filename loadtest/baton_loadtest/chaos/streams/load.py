@@ -9,19 +9,22 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared
 from batonlm.rpc.channels import open_channel
+from batonlm.rpc.errors import from_rpc_error
+from batonlm.rpc.peers import api_key_metadata
 from batonlm.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 SHORTEST, LONGEST = 128, 256
@@ -162,6 +165,10 @@ class Answer:
     """The status code that ended the stream early."""
     words: str = ""
     """gRPC's message for it."""
+    losses: list[float] = field(default_factory=list)
+    """When the client lost the stream and went on with it."""
+    event_id: str = ""
+    """Of the last delta, where events have ids."""
 
     def take(self, event: inference_pb2.GenerationEvent, now: float) -> None:
         self.times.append(now)
@@ -171,6 +178,7 @@ class Answer:
             case "finished":
                 self.usage = (event.finished.prompt_tokens, event.finished.completion_tokens)
             case "delta":
+                self.event_id = event.id
                 self._take_delta(event.delta)
 
     def _take_delta(self, delta: inference_pb2.ChoiceDelta) -> None:
@@ -297,15 +305,17 @@ Stub: TypeAlias = "inference_pb2_grpc.InferenceAsyncStub"
 
 
 @asynccontextmanager
-async def client_of(routers: Sequence[str]) -> AsyncIterator[Stub]:
-    """Opens one client of all these addresses (host:port)."""
+async def client_of(routers: Sequence[str], key: str = "") -> AsyncIterator[Stub]:
+    """Opens one client of all these addresses (host:port). key: its API key, or ""."""
     options = (
         ("grpc.service_config", json.dumps(CLIENT)),
         ("grpc.max_reconnect_backoff_ms", 1000),
     )
     target = f"ipv4:{','.join(routers)}"
     async with open_channel(target, plain=options) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        stub.Generate = partial(stub.Generate, metadata=api_key_metadata(key))
+        yield stub
 
 
 async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
@@ -317,16 +327,51 @@ async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
         answer.failed, answer.words = error.code(), error.details() or ""
 
 
+RESUME_PAUSE_S = 0.1
+
+
+async def follow_on(stub: Stub, wanted: Wanted, answer: Answer) -> None:
+    """Like `follow`, but goes on with the stream, at any router, after a failure that allows it."""
+    request = inference_pb2.GenerateRequest()
+    request.CopyFrom(wanted.request)
+    request.options.event_ids = True
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        again, left_s = bool(request.options.last_event_id), deadline - time.monotonic()
+        try:
+            async for response in stub.Generate(request, timeout=left_s):
+                event = response.event
+                request.options.last_event_id = event.id
+                # The acceptance of another run is no event that the client waits for.
+                if not (again and event.HasField("accepted")):
+                    answer.take(event, time.monotonic())
+            return
+        except grpc.aio.AioRpcError as error:
+            now = time.monotonic()
+            if not from_rpc_error(error).retryable or now >= deadline:
+                answer.failed, answer.words = error.code(), error.details() or ""
+                return
+            answer.losses.append(now)
+        await asyncio.sleep(RESUME_PAUSE_S)
+
+
 class Load:
     """Runs a list of streams once, or repeatedly.
 
     answers: in the order in which they end. open: running streams, by the number of their request.
     """
 
-    def __init__(self, stub: Stub, streams: Sequence[Wanted], concurrency: int) -> None:
+    def __init__(
+        self,
+        stub: Stub,
+        streams: Sequence[Wanted],
+        concurrency: int,
+        follow: Callable[[Stub, Wanted, Answer], Awaitable[None]] = follow,
+    ) -> None:
         self.answers: list[tuple[Wanted, Answer]] = []
         self.open: dict[int, Answer] = {}
         self._stub, self._streams, self._concurrency = stub, streams, concurrency
+        self._follow = follow
         self._enough = False
 
     async def once(self) -> list[Answer]:
@@ -374,7 +419,7 @@ class Load:
     async def _ask(self, number: int, wanted: Wanted) -> None:
         answer = self.open[number] = Answer([time.monotonic()])
         try:
-            await follow(self._stub, wanted, answer)
+            await self._follow(self._stub, wanted, answer)
         finally:
             del self.open[number]
         self.answers.append((wanted, answer))

@@ -1,8 +1,12 @@
-"""`baton chaos run --schedule routers`: one of two routers is killed with kill -9, repeatedly.
+"""`baton chaos run --schedule routers`: routers are killed with kill -9, and their clients go on.
 
-In every round streams run through both. Those of the killed router end with a retryable error, and
-are sent again to the other one, whose streams must not be affected. In a second part of the round
-all streams run through the router that is killed, and the workers must release all their resources.
+First all streams run undisturbed, as the reference. Then they run again through two routers with
+clients that resume them (`follow_on`), and meanwhile processes of all roles are killed, as by the
+schedule `kills`; of every five, one is a router. At the end another tenant's client shows the ids
+of these streams, and must get nothing.
+
+In a second part, repeated, all streams run through one router without being resumed, the router is
+killed, and the workers must release all their resources.
 """
 
 from __future__ import annotations
@@ -10,13 +14,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 
 import grpc
 
-from baton_loadtest.chaos.streams.fleet import PATIENCE_S, POLL_S, WORKER_ROLES, Fleet, fleet
+from baton_loadtest.chaos.streams.fleet import (
+    OF_EACH,
+    PATIENCE_S,
+    POLL_S,
+    ROLES,
+    WORKER_ROLES,
+    Fleet,
+    fleet,
+)
+from baton_loadtest.chaos.streams.kills import RESUME_GOAL_S, Killer, victims
 from baton_loadtest.chaos.streams.load import (
     Answer,
     Load,
@@ -25,124 +41,134 @@ from baton_loadtest.chaos.streams.load import (
     client_of,
     compared_with,
     follow,
+    follow_on,
     left_behind,
     streams,
 )
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import say
-from baton_loadtest.report import Result, at_most, compared
+from baton_loadtest.report import Result, at_most, compared, quantile
+from batonlm.core.admission.api_keys import KeyBook, TenantLimits, render
 
 FREE_GOAL_S = 3.0
-STAYS, DIES = "router-0", "router-1"
-
-Asked = list[tuple[Wanted, Answer]]
+DIES = "router-1"
 
 
 def measure(args: argparse.Namespace) -> list[Result]:
-    """Raises Broken if streams do not start or workers do not release their resources."""
-    return asyncio.run(_measure(args))
+    """Raises Broken if a process does not come back, streams do not start, or workers do not
+    release their resources."""
+    with tempfile.TemporaryDirectory() as folder:
+        return asyncio.run(_measure(args, Path(folder, "keys.json")))
 
 
 @dataclass(slots=True)
-class Found:
-    """The results of all rounds."""
+class Released:
+    """The results of the second part."""
 
-    others: Asked = field(default_factory=list)
-    """Streams through the other router."""
-    cut: Asked = field(default_factory=list)
-    """Streams that ran through the killed router."""
-    again: Asked = field(default_factory=list)
-    """The same streams, sent again."""
+    cut: list[Answer] = field(default_factory=list)
+    """Streams that the killed router cut."""
     free_s: list[float] = field(default_factory=list)
     """Seconds from the kill until the workers hold no resources."""
 
 
-async def _measure(args: argparse.Namespace) -> list[Result]:
+async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
     wanted = streams(args.seed, args.streams)
-    found = Found()
-    async with fleet(args, routers=2) as running, client_of([running.spec(STAYS).grpc]) as stays:
+    own, anothers = _new_keys(keys)
+    mortal = [role for role in ROLES if role in args.roles]
+    released = Released()
+    async with (
+        fleet(args, routers=OF_EACH, keys=str(keys)) as running,
+        client_of(running.routers, own) as stub,
+        client_of(running.routers, anothers) as stranger,
+    ):
         say(f"{len(wanted)} streams undisturbed")
-        reference = await Load(stays, wanted, args.concurrency).once()
+        reference = await Load(stub, wanted, args.concurrency).once()
+        say("and with kills")
+        killer = Killer(running, victims(args.seed, mortal), args.down)
+        answers = await killer.amid(Load(stub, wanted, args.concurrency, follow_on))
+        await running.whole()
+        say("the same ids, shown by another tenant")
+        refused = sum(
+            [await _is_refused(stranger, *pair) for pair in zip(wanted, answers, strict=True)]
+        )
         for number in range(args.rounds):
-            say(f"round {number + 1}")
+            say(f"round {number + 1} of one router alone")
             first = number * args.concurrency
             some = [wanted[(first + i) % len(wanted)] for i in range(args.concurrency)]
-            async with client_of([running.spec(DIES).grpc]) as dies:
-                await _beside(running, stays, dies, some, found)
-            async with client_of([running.spec(DIES).grpc]) as dies:
-                await _alone(running, dies, some, found)
-        held, unasked = await running.at_rest(), len(running.unasked)
-    retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for _, answer in found.cut)
-    codes = {answer.failed.name for _, answer in found.cut if answer.failed}
-    say(f"the killed router's clients were told {', '.join(sorted(codes))}")
-    ended = found.others + found.again
+            async with client_of([running.spec(DIES).grpc], own) as dies:
+                await _alone(running, dies, some, released)
+        held, unasked = await running.at_rest(*ROLES), len(running.unasked)
+    retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for answer in released.cut)
+    gaps = [answer.silence(answer.losses[0]) for answer in answers if answer.losses]
+    steady = [gap for answer in reference for gap in answer.gaps()]
     return [
-        Result("router replicas killed", 2 * args.rounds, ""),
-        compared("streams cut, and told to try again", retryable, "", len(found.cut), 1.0),
-        at_most("until workers held nothing of it, longest", max(found.free_s), "s", FREE_GOAL_S),
-        Result("streams of the other router", len(found.others), ""),
-        Result("streams asked again at the other router", len(found.again), ""),
-        *compared_with(
-            [one for one, _ in ended],
-            [reference[one.number] for one, _ in ended],
-            [answer for _, answer in ended],
+        *compared_with(wanted, reference, answers),
+        *(Result(f"kills of a {role} process", killer.kills[role], "") for role in mortal),
+        Result("processes down at a time, at most", args.down, ""),
+        Result(
+            "until a killed process's successor is in use, p50", quantile(killer.down, 0.5), "s"
+        ),
+        Result("streams that lost their router", len(gaps), ""),
+        Result("of these, more than once", sum(len(a.losses) > 1 for a in answers), ""),
+        Result("resume gap, p50", quantile(gaps, 0.5), "s"),
+        at_most("resume gap, p99", quantile(gaps, 0.99), "s", RESUME_GOAL_S),
+        Result("resume gap, longest", quantile(gaps, 1.0), "s"),
+        Result("between events of a stream, undisturbed, p99", quantile(steady, 0.99), "s"),
+        compared("refused when another tenant shows their ids", refused, "", len(answers), 1.0),
+        Result("routers killed while all streams were theirs", args.rounds, ""),
+        compared("streams cut, and told to try again", retryable, "", len(released.cut), 1.0),
+        at_most(
+            "until workers held nothing of it, longest", max(released.free_s), "s", FREE_GOAL_S
         ),
         *left_behind(held, unasked),
     ]
 
 
-async def _beside(
-    running: Fleet, stays: Stub, dies: Stub, some: Sequence[Wanted], found: Found
-) -> None:
-    """Runs half of the streams through each router."""
-    others, cut = _ask(stays, some[::2]), _ask(dies, some[1::2])
-    await _under_way(others + cut)
-    old = running.signal(DIES, signal.SIGKILL)
-    lost = await _ended(cut)
-    found.cut += [pair for pair in lost if pair[1].failed]
-    found.others += [pair for pair in lost if not pair[1].failed]
-    found.again += await _ended(_ask(stays, [one for one, answer in lost if answer.failed]))
-    found.others += await _ended(others)
-    await running.back(old)
+def _new_keys(file: Path) -> tuple[str, str]:
+    """Writes a file of the keys of two tenants, and returns these."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    book, own = KeyBook().with_key("own", TenantLimits(), now)
+    book, anothers = book.with_key("another", TenantLimits(), now)
+    file.write_text(render(book))
+    return own, anothers
 
 
-async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], found: Found) -> None:
+async def _is_refused(stranger: Stub, wanted: Wanted, answer: Answer) -> bool:
+    """Returns whether another tenant's client is refused with the id of an event of a stream."""
+    one = Wanted(wanted.number, wanted.kind, type(wanted.request)())
+    one.request.CopyFrom(wanted.request)
+    one.request.options.last_event_id = answer.event_id
+    shown = Answer([time.monotonic()])
+    await follow(stranger, one, shown)
+    return shown.failed is grpc.StatusCode.INVALID_ARGUMENT and not shown.request_id
+
+
+async def _alone(running: Fleet, dies: Stub, some: Sequence[Wanted], released: Released) -> None:
     """Runs all streams through the router that is killed."""
-    cut = _ask(dies, some)
-    await _under_way(cut)
+    answers = [Answer([time.monotonic()]) for _ in some]
+    tasks = [
+        asyncio.create_task(follow(dies, one, answer))
+        for one, answer in zip(some, answers, strict=True)
+    ]
+    await _under_way(answers, tasks)
     old, killed = running.signal(DIES, signal.SIGKILL), time.monotonic()
     workers = running.names(*WORKER_ROLES)
     while await running.held(*workers):
         if time.monotonic() - killed > PATIENCE_S:
             raise Broken("workers keep what a killed router had them do")
         await asyncio.sleep(POLL_S / 4)
-    found.free_s.append(time.monotonic() - killed)
-    lost = await _ended(cut)
-    found.cut += [pair for pair in lost if pair[1].failed]
-    found.others += [pair for pair in lost if not pair[1].failed]
+    released.free_s.append(time.monotonic() - killed)
+    await asyncio.gather(*tasks)
+    released.cut += [answer for answer in answers if answer.failed]
     await running.back(old)
 
 
-Running = list[tuple[Wanted, Answer, asyncio.Task[None]]]
-
-
-def _ask(stub: Stub, some: Sequence[Wanted]) -> Running:
-    answers = [(one, Answer([time.monotonic()])) for one in some]
-    return [
-        (one, answer, asyncio.create_task(follow(stub, one, answer))) for one, answer in answers
-    ]
-
-
-async def _under_way(asked: Running) -> None:
+async def _under_way(answers: Sequence[Answer], tasks: Sequence[asyncio.Task[None]]) -> None:
     """Returns when every stream has tokens. Raises Broken."""
     deadline = time.monotonic() + PATIENCE_S
-    while not all(answer.tokens or task.done() for _, answer, task in asked):
+    while not all(
+        answer.tokens or task.done() for answer, task in zip(answers, tasks, strict=True)
+    ):
         if time.monotonic() > deadline:
             raise Broken("streams did not get under way")
         await asyncio.sleep(POLL_S / 4)
-
-
-async def _ended(asked: Running) -> Asked:
-    for _, _, task in asked:
-        await task
-    return [(one, answer) for one, answer, _ in asked]
