@@ -215,8 +215,8 @@ def test_kills(tmp_path: Path) -> None:
 @pytest.mark.timeout(SLOWEST_S)
 def test_routers_die_among_others(tmp_path: Path) -> None:
     def streams_lost_their_router() -> bool:
-        found = run(tmp_path, "routers", "--streams", "40", "--rounds", "1")
-        assert found["equal tokens"] == found["refused when another tenant shows their ids"] == 40
+        found = run(tmp_path, "routers", "--streams", "16", "--rounds", "1")
+        assert found["equal tokens"] == found["refused when another tenant shows their ids"] == 16
         return found["streams that lost their router"] > 0
 
     until_it_comes_about(streams_lost_their_router, "streams of a router that is killed")
