@@ -43,6 +43,8 @@ class Size(NamedTuple):
     num_positions: int = 3
     num_buffers: int = 2
     state_positions: int = 0
+    is_prefix: bool = False
+    """Whether the input is a prefix, of which the sender's cache has some or nothing."""
 
 
 FULL_SIZE = Size()
@@ -66,7 +68,9 @@ class Known:
         self.rings: Ids[Rings] = Ids()
         self._uses: Ids[tuple[BufferUse, ...]] = Ids()
         self.begin = (
-            self.locals[begin(size.num_positions, size.state_positions)],
+            self.locals[
+                begin(size.num_positions, size.state_positions, is_prefix=size.is_prefix)
+            ],
             self.rings[shared.fresh(size.num_buffers)],
         )
         move = partial(one.moves, num_buffers=size.num_buffers, mutation=mutation)

@@ -74,15 +74,23 @@ class Handover:
         )
         check(now, self.sender.state, self.receiver.state)
         if self.sender.ended:
-            over = of_side(
-                SenderSide(positions, self.sender.state, state_positions=state_positions)
-            )
-            now = now._replace(sender=over, to_sender=(), computed=positions)
-        if self.receiver.ended:
-            side = ReceiverSide(
-                positions, PER_KV_CHUNK, self.receiver.state, state_positions=state_positions
+            side = SenderSide(
+                positions,
+                self.sender.state,
+                is_prefix=self.sender.is_prefix,
+                state_positions=state_positions,
             )
             over = of_side(side)
+            now = now._replace(sender=over, to_sender=(), computed=positions)
+        if self.receiver.ended:
+            received = ReceiverSide(
+                positions,
+                PER_KV_CHUNK,
+                self.receiver.state,
+                is_prefix=self.receiver.is_prefix,
+                state_positions=state_positions,
+            )
+            over = of_side(received)
             now = now._replace(receiver=over, to_receiver=())
             if not self.landing:
                 all_in = self.receiver.state is ReceiverState.COMPLETED
@@ -123,7 +131,7 @@ class Handover:
     def sender_goes_on(self) -> None:
         """What follows in the same turn of the loop."""
         if self.sender.state is SenderState.OPENED and self.computed >= 0:
-            self.sender.announced()
+            self.sender.announced(self.computed if self.sender.is_prefix else None)
             self._tell_receiver("announced")
         early = self.mutation is Mutation.FINISH_EARLY and self.computed > 0
         if self.sender.advanced(self.computed + early):
@@ -135,6 +143,18 @@ class Handover:
     def compute(self) -> None:
         self.computed += 1
         self.sender_goes_on()
+
+    def pin(self, num_positions: int) -> None:
+        """So much of a prefix is in the cache; what is evicted by now is left out."""
+        if num_positions:
+            self.computed = num_positions
+            self.sender_goes_on()
+        else:
+            self.end_sender(Event.CANCEL, tell=True)
+
+    def evict(self) -> None:
+        """Though it is on offer."""
+        self.computed -= 1
 
     def pack(self, buffer: int) -> None:
         run = self.sender.next_chunk()

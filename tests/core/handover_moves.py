@@ -7,7 +7,7 @@ from functools import partial
 
 from batonlm.core.errors import HandoverFailed
 from batonlm.core.handover.table import HandoverEvent as Event
-from batonlm.core.handover.table import ReceiverState, SenderSide
+from batonlm.core.handover.table import ReceiverState, SenderSide, SenderState
 from tests.core.handover_local import Handover
 from tests.core.handover_parts import (
     Broken,
@@ -48,7 +48,9 @@ def _sender_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
         yield "packed", Handover.packed, False
     if now.sender.ended:
         return
-    if now.computed < now.sender.num_positions:
+    if now.sender.is_prefix:
+        yield from _cache_moves(now)
+    elif now.computed < now.sender.num_positions:
         yield "compute", Handover.compute, False
     if now.to_sender:
         yield "sender hears", Handover.sender_hears, False
@@ -58,6 +60,14 @@ def _sender_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
         for buffer in range(num_buffers):
             yield "pack", partial(Handover.pack, buffer=buffer), False
     yield "sender cancels", lambda h: h.end_sender(Event.CANCEL, tell=True), True
+
+
+def _cache_moves(now: Handover) -> Iterator[Step]:
+    if now.sender.state is SenderState.OPENED and now.computed < 0:
+        for found in range(now.sender.num_positions + 1):
+            yield "pin", partial(Handover.pin, num_positions=found), False
+    if now.mutation is Mutation.EVICT_WHILE_OFFERED and now.computed > 0:
+        yield "evict", Handover.evict, False
 
 
 def _may_pack(now: Handover) -> bool:
@@ -92,6 +102,9 @@ def _receiver_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
 def _landing_moves(now: Handover, landing: Landing) -> Iterator[Step]:
     index = landing.run.index
     if landing.phase is Phase.UNPACK:
+        ordered = now.receiver.is_prefix and now.mutation is not Mutation.UNPACK_OUT_OF_ORDER
+        if ordered and index != min(now.landing):
+            return
         yield "unpack", lambda h: h.unpack(index), False
     elif now.sender_life is Life.DEAD:
         yield "read fails", lambda h: h.fail_read(index), False

@@ -34,6 +34,8 @@ class Mutation(Enum):
     KEEP_BUFFERS_AT_THE_END = auto()
     CONFIRM_BEFORE_UNPACKING = auto()
     FINISH_EARLY = auto()
+    EVICT_WHILE_OFFERED = auto()
+    UNPACK_OUT_OF_ORDER = auto()
 
 
 class Life(Enum):
@@ -73,7 +75,7 @@ class BufferUse(NamedTuple):
 
 class Local(NamedTuple):
     """Everything about one hand-over. sender, receiver: the fields of its sides. computed:
-    positions, -1 before its first chunk is planned. sent: (kv_chunk, buffer) until confirmed.
+    positions, -1 before its first chunk is planned, or a prefix is pinned. sent: (kv_chunk, buffer) until confirmed.
     unpacked: positions, in order. held: whether the receiver owns blocks for it."""
 
     sender: tuple[Any, ...]
@@ -104,9 +106,11 @@ class Broken(AssertionError):
     """A promise does not hold."""
 
 
-def begin(num_positions: int, state_positions: int) -> Local:
-    sender = SenderSide(num_positions, state_positions=state_positions)
-    receiver = ReceiverSide(num_positions, PER_KV_CHUNK, state_positions=state_positions)
+def begin(num_positions: int, state_positions: int, *, is_prefix: bool) -> Local:
+    sender = SenderSide(num_positions, is_prefix=is_prefix, state_positions=state_positions)
+    receiver = ReceiverSide(
+        num_positions, PER_KV_CHUNK, is_prefix=is_prefix, state_positions=state_positions
+    )
     return Local(of_side(sender), of_side(receiver))
 
 
@@ -136,6 +140,10 @@ def check(local: Local, sender: State, receiver: State) -> None:
         there = end if computed == num_positions else computed
         if unpacked[0] < cached or unpacked[-1] >= there:
             raise Broken("a position was unpacked that was not computed, or was there already")
+        is_prefix = local.sender[-2]
+        if is_prefix and unpacked != tuple(range(cached, cached + len(unpacked))):
+            # It is of use whenever the hand-over ends.
+            raise Broken("what came of a prefix has a gap")
     completed = receiver is ReceiverState.COMPLETED
     if completed:
         if unpacked != tuple(range(cached, end)):

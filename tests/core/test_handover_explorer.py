@@ -14,6 +14,10 @@ from tests.core.handover_world import Explorer
 COMPLETED = (SenderState.COMPLETED.value, ReceiverState.COMPLETED.value)
 SMALL = Size(num_positions=2)
 WITH_STATE = Size(num_positions=2, state_positions=1)
+PREFIX = Size(num_positions=2, is_prefix=True)
+FAILED = (SenderState.FAILED.value, ReceiverState.FAILED.value)
+OF_PREFIXES = (Mutation.EVICT_WHILE_OFFERED, Mutation.UNPACK_OUT_OF_ORDER)
+"""What can go wrong with these only."""
 
 
 @pytest.mark.parametrize("size", [FULL_SIZE, WITH_STATE], ids=["KV", "KV and state"])
@@ -24,8 +28,21 @@ def test_without_faults_both_hand_overs_complete(size: Size) -> None:
     assert explorer.ends == {frozenset({COMPLETED})}
 
 
+def test_without_faults_a_prefix_is_collected_as_far_as_the_cache_has_it() -> None:
+    explorer = Explorer(Known(size=PREFIX), max_faults=0)
+    explorer.run()
+    # It was evicted before it was pinned, of both, of one or of none.
+    assert explorer.ends == {
+        frozenset({COMPLETED}),
+        frozenset({COMPLETED, FAILED}),
+        frozenset({FAILED}),
+    }
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("size", [FULL_SIZE, WITH_STATE], ids=["KV", "KV and state"])
+@pytest.mark.parametrize(
+    "size", [FULL_SIZE, WITH_STATE, PREFIX], ids=["KV", "KV and state", "prefix"]
+)
 def test_with_two_faults_every_promise_holds(
     size: Size, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,8 +57,15 @@ def test_with_two_faults_every_promise_holds(
 @pytest.mark.deep
 @pytest.mark.parametrize("mutation", Mutation)
 def test_what_is_wrong_on_purpose_is_found(mutation: Mutation) -> None:
+    size = PREFIX if mutation in OF_PREFIXES else FULL_SIZE
     with pytest.raises(Broken):
-        Explorer(Known(mutation), max_faults=1).run()
+        Explorer(Known(mutation, size), max_faults=1).run()
+
+
+@pytest.mark.parametrize("mutation", OF_PREFIXES)
+def test_what_is_wrong_with_prefixes_is_found(mutation: Mutation) -> None:
+    with pytest.raises(Broken):
+        Explorer(Known(mutation, PREFIX), max_faults=0).run()
 
 
 def test_a_state_that_is_given_before_its_input_is_computed_is_found() -> None:
@@ -64,7 +88,8 @@ def test_nothing_is_missed_by_exploring_one_of_those_that_differ_in_names() -> N
 def test_names_hide_nothing_that_is_wrong(mutation: Mutation) -> None:
     def is_found(symmetric: bool) -> bool:
         try:
-            Explorer(Known(mutation, SMALL), 1, symmetric=symmetric).run()
+            size = PREFIX if mutation in OF_PREFIXES else SMALL
+            Explorer(Known(mutation, size), 1, symmetric=symmetric).run()
         except Broken:
             return True
         return False

@@ -20,6 +20,12 @@ Safety rests on three rules, and the tests explore every interleaving for them:
 - KV chunks follow each other without gap or overlap, so the counters below are the whole state.
 - After its end a side makes no KV chunk and gives no credit.
 
+What moves is an input that one side computes for the other or, where the receiver asks for one, a
+prefix from the sender's cache. In OPENED the sender's scheduler then pins what the cache has; only
+that is announced, which may be less than what was asked for, and nothing of it is evicted while it
+is on offer. Where nothing is left, the sender gives up. Whatever the receiver has unpacked when a
+prefix's hand-over ends is of use, because KV chunks come in order.
+
 What a model's layers keep as a state (`KvLayout.state_positions`) travels as so many positions
 more, behind those of the input. They are finished with the input's last one, because each step
 rewrites them, and no KV chunk has some of both, because they lie apart in a table.
@@ -118,7 +124,7 @@ class StateLimit(NamedTuple):
 
 LIMITS: Mapping[State, StateLimit] = {
     _G.OFFERED: StateLimit("the receiver, to open its stream", 10.0),
-    _G.OPENED: StateLimit("our scheduler, to plan the first chunk", 600.0),
+    _G.OPENED: StateLimit("our scheduler, to plan the first chunk or pin a prefix", 600.0),
     _G.ANNOUNCED: StateLimit("the receiver, to reserve blocks", 10.0),
     _G.GIVING: StateLimit("our engine to compute, or the receiver to take", 60.0),
     _G.GIVEN: StateLimit("the receiver, to confirm", 5.0),
@@ -171,6 +177,8 @@ class SenderSide:
     num_sent: int = 0
     """KV chunks that were sent."""
     sent_tokens: bool = False
+    is_prefix: bool = False
+    """Whether num_positions are those asked for, until it is announced how many there are."""
     state_positions: int = 0
     """Behind those of the input."""
 
@@ -199,8 +207,14 @@ class SenderSide:
         self.state = follow(self.state, HandoverEvent.OPEN)
         self.positions_per_kv_chunk = positions_per_kv_chunk
 
-    def announced(self) -> None:
-        self.state = follow(self.state, HandoverEvent.ANNOUNCE)
+    def announced(self, num_positions: int | None = None) -> None:
+        """num_positions: of a prefix, what is pinned of it."""
+        state = follow(self.state, HandoverEvent.ANNOUNCE)
+        if num_positions is not None:
+            if not (self.is_prefix and 0 < num_positions <= self.num_positions):
+                raise HandoverFailed("announced what was not asked for")
+            self.num_positions = num_positions
+        self.state = state
 
     def granted(self, from_position: int) -> None:
         state = follow(self.state, HandoverEvent.GRANT)
@@ -302,6 +316,8 @@ class ReceiverSide:
     landing: set[int] = field(default_factory=set)
     """KV chunks on their way into our blocks."""
     has_tokens: bool = False
+    is_prefix: bool = False
+    """Whether num_positions are those asked for, until the sender announces how many it has."""
     state_positions: int = 0
     """Behind those of the input."""
 
@@ -330,8 +346,10 @@ class ReceiverSide:
 
     def announced(self, num_positions: int) -> None:
         state = follow(self.state, HandoverEvent.ANNOUNCE)
-        if num_positions != self.num_positions:
+        shorter = self.is_prefix and 0 < num_positions < self.num_positions
+        if num_positions != self.num_positions and not shorter:
             raise HandoverFailed("the sender announced another input")
+        self.num_positions = num_positions
         self.state = state
 
     def granted(self, from_position: int) -> None:

@@ -234,6 +234,10 @@ class BlockPool:
             shared += 1
         return shared
 
+    def num_found(self, chain: PrefixChain, limit: int) -> int:
+        """How many of a chain's first `limit` blocks are in the prefix cache, without a gap."""
+        return len(self._lookup(chain, limit))
+
     def allocate(
         self,
         num_blocks: int,

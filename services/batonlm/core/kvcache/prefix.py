@@ -61,6 +61,15 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
+class Prefix(NamedTuple):
+    """The beginning of an input, and whose it is. Equal ones have the same KV."""
+
+    token_ids: Sequence[int]
+    cache_salt: bytes
+    adapter: str
+    """The digest of the one that computes it, or empty."""
+
+
 class PrefixLink(NamedTuple):
     """One full block of a chain. Links are equal only when their tokens are equal too."""
 

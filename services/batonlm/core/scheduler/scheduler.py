@@ -43,7 +43,7 @@ from batonlm.core.kvcache.block_pool import (
     StateSnapshot,
     SwapSpace,
 )
-from batonlm.core.kvcache.prefix import PrefixChain, namespace
+from batonlm.core.kvcache.prefix import Prefix, PrefixChain, namespace
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.routing.load import WorkerSpeed
@@ -68,6 +68,7 @@ from batonlm.core.scheduler.plan import (
     StepWork,
 )
 from batonlm.core.scheduler.policy import SchedulerPolicy, TenantTurns
+from batonlm.core.scheduler.prefixes import PrefixBlocks
 from batonlm.core.scheduler.sequence import (
     Sequence,
     SequenceEvent,
@@ -363,6 +364,31 @@ class Scheduler:
             if key in self.sequences.kept:
                 self._end(group, SequenceEvent.FINISH)
 
+    def offer_prefix(self, prefix: Prefix) -> PrefixBlocks | None:
+        """Pins what the prefix cache has of a prefix, for another worker to collect; None: nothing.
+
+        Raises Overloaded. What is pinned stays until `release_prefix`.
+        """
+        num_blocks = len(prefix.token_ids) // self._pool.block_size
+        chain = self._chain(prefix.cache_salt, prefix.adapter)
+        chain.extend(prefix.token_ids, num_blocks)
+        return self.sequences.prefixes.offer(chain, num_blocks, self._budget.blocks_to_keep())
+
+    def expect_prefix(self, prefix: Prefix) -> PrefixBlocks | None:
+        """Takes blocks for a prefix that another worker gives, until `release_prefix`. None when
+        there is no room, or something waits for some: nothing is preempted for a prefix."""
+        if any(group.blocked for group in self.sequences.waiting):
+            return None
+        size = len(prefix.token_ids)
+        chain = self._chain(prefix.cache_salt, prefix.adapter)
+        chain.extend(prefix.token_ids, size // self._pool.block_size)
+        return self.sequences.prefixes.expect(chain, size, self._budget.blocks_to_keep())
+
+    def release_prefix(self, blocks: PrefixBlocks, arrived: int = 0) -> None:
+        """A transfer has ended, and nothing copies any more. arrived: positions below this one have
+        KV; they stay in the prefix cache as long as there is room."""
+        self.sequences.prefixes.release(blocks, arrived)
+
     def plan(self, now: float) -> StepPlan | None:
         """The next step, which the caller must run; None when nothing can run now."""
         self._expire(now)
@@ -483,13 +509,15 @@ class Scheduler:
             sequences.append(
                 Sequence(self._take_id(), attempt, choice, rule, max_unconfirmed, matcher)
             )
-        salt, adapter = attempt.cache_salt, attempt.adapter
-        chain = PrefixChain(
+        chain = self._chain(attempt.cache_salt, attempt.adapter)
+        return SequenceGroup(sequences, chain, now)
+
+    def _chain(self, salt: bytes, adapter: str) -> PrefixChain:
+        return PrefixChain(
             namespace(salt, self._model.digest, adapter),
             namespace(salt, self._model.tokenizer_digest, adapter),
             self._pool.block_size,
         )
-        return SequenceGroup(sequences, chain, now)
 
     def _take_id(self) -> int:
         self._next_id += 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from batonlm.core.errors import NotFound
 from batonlm.core.kvcache.block_pool import BlockPool, InvariantBroken, SwapGrant, SwapSpace
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.scheduler.prefixes import PrefixTransfers
 from batonlm.core.scheduler.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceState
 
 
@@ -104,6 +105,8 @@ class SequenceTable:
         """They ran here and keep their blocks for another worker."""
         self.kept: dict[AttemptKey, SequenceGroup] = {}
         """They were only computed here and keep their blocks for another worker."""
+        self.prefixes = PrefixTransfers(pool)
+        """No sequence owns what they pin."""
         self._attempts: dict[AttemptKey, dict[int, Sequence]] = {}
         self._group_of: dict[int, SequenceGroup] = {}
 
@@ -275,7 +278,7 @@ class SequenceTable:
             *self.waiting, *self.prefilling, *self.arriving.values(), *self.kept.values()
         )  # fmt: skip
         alone = len(self.running) + len(self.held)
-        tables = sum(group.num_tables for group in groups) + alone
+        tables = sum(group.num_tables for group in groups) + alone + len(self.prefixes)
         if tables != self._pool.num_tables:
             raise InvariantBroken(f"{self._pool.num_tables} tables are owned, {tables} in use")
         grants = sum(group.stored is not None for group in groups)
