@@ -68,9 +68,7 @@ class Known:
         self.rings: Ids[Rings] = Ids()
         self._uses: Ids[tuple[BufferUse, ...]] = Ids()
         self.begin = (
-            self.locals[
-                begin(size.num_positions, size.state_positions, is_prefix=size.is_prefix)
-            ],
+            self.locals[begin(size.num_positions, size.state_positions, is_prefix=size.is_prefix)],
             self.rings[shared.fresh(size.num_buffers)],
         )
         move = partial(one.moves, num_buffers=size.num_buffers, mutation=mutation)

@@ -264,6 +264,13 @@ class Handover:
         self._receiver_use(buffer, BufferEvent.RELEASE)
         self.end_receiver(Event.CANCEL, tell=True)
 
+    def may_unpack(self, landing: Landing) -> bool:
+        """Of a prefix, whatever has been unpacked is of use at any end, so its KV chunks are
+        unpacked in order; of an input any order will do."""
+        if not self.receiver.is_prefix or self.mutation is Mutation.UNPACK_OUT_OF_ORDER:
+            return True
+        return landing.run.first_position == self.cached + len(self.unpacked)
+
     def unpack(self, index: int) -> None:
         if not self.held:
             raise Broken("a KV chunk was unpacked into blocks that had been given back")
@@ -290,7 +297,7 @@ class Handover:
             self._receiver_use(buffer, BufferEvent.RELEASE)
         self.credited.clear()
         for index, landing in list(self.landing.items()):
-            if landing.phase is not Phase.UNPACK:
+            if landing.phase is not Phase.UNPACK or not self.may_unpack(landing):
                 if self.mutation is Mutation.FREE_WHILE_LENT:
                     self._receiver_use(landing.buffer, BufferEvent.SETTLE, pretended=True)
                 self._receiver_use(landing.buffer, BufferEvent.RELEASE)

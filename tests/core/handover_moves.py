@@ -102,10 +102,8 @@ def _receiver_moves(now: Handover, num_buffers: int) -> Iterator[Step]:
 def _landing_moves(now: Handover, landing: Landing) -> Iterator[Step]:
     index = landing.run.index
     if landing.phase is Phase.UNPACK:
-        ordered = now.receiver.is_prefix and now.mutation is not Mutation.UNPACK_OUT_OF_ORDER
-        if ordered and index != min(now.landing):
-            return
-        yield "unpack", lambda h: h.unpack(index), False
+        if now.may_unpack(landing):
+            yield "unpack", lambda h: h.unpack(index), False
     elif now.sender_life is Life.DEAD:
         yield "read fails", lambda h: h.fail_read(index), False
     elif landing.phase is Phase.STUCK or now.sender_life is Life.FROZEN:

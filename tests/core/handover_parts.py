@@ -75,8 +75,9 @@ class BufferUse(NamedTuple):
 
 class Local(NamedTuple):
     """Everything about one hand-over. sender, receiver: the fields of its sides. computed:
-    positions, -1 before its first chunk is planned, or a prefix is pinned. sent: (kv_chunk, buffer) until confirmed.
-    unpacked: positions, in order. held: whether the receiver owns blocks for it."""
+    positions, -1 before its first chunk is planned, or a prefix is pinned. sent: (kv_chunk, buffer)
+    until confirmed. unpacked: positions, in order. held: whether the receiver owns blocks for it.
+    """
 
     sender: tuple[Any, ...]
     receiver: tuple[Any, ...]

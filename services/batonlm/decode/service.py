@@ -36,6 +36,8 @@ from batonlm.rpc.tracing import OFF, Span, Tracer, ending, error_type
 from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as_handover_failure
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1.decode_pb2 import SequenceStarted
+from batonlm.v1.types_pb2 import PrefixCollected
+from batonlm.worker.prefixes import PrefixExchange, PrefixSource
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
@@ -98,15 +100,22 @@ class DecodeAttempt:
     """The arguments of `_free` that wait for these copies."""
     resumes: OutgoingSequence | None = None
     """The sequence with which it goes on, whose KV is here."""
+    prefix: PrefixSource | None = None
+    """The worker whose cache has the beginning of its input, if the KV is computed here."""
+    prefix_collected: PrefixCollected | None = None
+    """What came of that, once it has ended."""
 
     @property
     def trace_id(self) -> str:
         return self.span.context.trace_id
 
     def remaining(self) -> Attempt:
-        """The attempt with only the choices that have not ended."""
+        """The attempt with only the choices that have not ended, and the time that it has left."""
         choices = tuple(c for c in self.attempt.choices if c in self.choices)
-        return replace(self.attempt, choices=choices)
+        left_s = self.attempt.remaining_s
+        if left_s is not None and self.prefix is not None:
+            left_s = max(0.0, left_s - (time.monotonic() - self.began))
+        return replace(self.attempt, choices=choices, remaining_s=left_s)
 
 
 class OutgoingSequence:
@@ -184,6 +193,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         self.sessions: dict[str, RouterSession] = {}
         """By router instance id; kept for resume_window_s after the stream broke."""
         self._receiver = receiver
+        self._prefixes = PrefixExchange(engine, sender, receiver)
         self._resume_window_s = resume_window_s
         self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
         self._outgoing: dict[bytes, OutgoingSequence] = {}
@@ -198,11 +208,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     @property
     def holdings(self) -> dict[str, int]:
-        return {**self._receiver.holdings, **super().holdings}
+        return {**self._receiver.holdings, **self._prefixes.holdings, **super().holdings}
 
     @property
     def probing(self) -> bool:
-        return self._receiver.probing or super().probing
+        return self._receiver.probing or self._prefixes.offers_some or super().probing
 
     def session(self, router_instance_id: str) -> RouterSession:
         """The router's session: the existing one, or a new one.
@@ -223,10 +233,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
         source: TransferRequest | None,
         max_unconfirmed: int,
         held_handover_id: bytes = b"",
+        prefix: PrefixSource | None = None,
     ) -> None:
-        """Begins an attempt. source: None to prefill the input here. held_handover_id: to go on
-        with the sequence that is on offer under it, also while draining. Repeating it has no
-        effect.
+        """Begins an attempt. source: None to prefill the input here; prefix: what is collected
+        before that. held_handover_id: to go on with the sequence that is on offer under it, also
+        while draining. Repeating it has no effect.
 
         Errors are reported in the session's frames, never raised.
         """
@@ -248,6 +259,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         running = self.attempts[attempt.key] = DecodeAttempt(
             attempt, session, source, max_unconfirmed, choices, span, part, began, resumes=resumes
         )
+        running.prefix = prefix if computes else None
         if resumes is not None:
             resumes.claim(running)
         self._meter.began(session.router_instance_id, attempt)
@@ -344,6 +356,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if self._confirming is not None:
             self._confirming.cancel()
             await asyncio.wait([self._confirming])
+        await self._prefixes.close()
         await self._sender.close()
         await self._receiver.close()
 
@@ -378,6 +391,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 grammar = None
             else:
                 grammar = await self._grammars.compiled(running.attempt.grammar)
+            if running.prefix is not None:
+                about = named(key.request_id, running.trace_id)
+                running.prefix_collected = await self._prefixes.collect(
+                    running.attempt, running.prefix, about
+                )
             if running.resumes is None and running.source is None:
                 attempt, limit = running.remaining(), running.max_unconfirmed
                 await self._engine.call(
@@ -639,6 +657,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 received_bytes=received,
                 wait_us=round(wait_s * 1e6),
                 prompt_logprobs=prompt_logprobs_to_proto(event.prompt_logprobs),
+                prefix=running.prefix_collected,
             )
         )
 

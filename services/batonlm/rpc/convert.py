@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message as ProtoMessage
 
 from batonlm.core.errors import BatonError, InvalidArgument, Reason, from_reason
+from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs, SequenceKey
 from batonlm.core.request.model import (
     AdapterDescription,
@@ -41,7 +42,7 @@ from batonlm.core.request.request import (
     ToolCall,
     ToolUse,
 )
-from batonlm.v1 import tokenizer_pb2, types_pb2
+from batonlm.v1 import handover_pb2, tokenizer_pb2, types_pb2
 from batonlm.v1 import types_pb2 as pb
 
 _UINT32_MAX = 2**32 - 1
@@ -123,6 +124,22 @@ def identity_to_proto(identity: WorkerIdentity) -> pb.WorkerIdentity:
 
 def identity_from_proto(message: pb.WorkerIdentity) -> WorkerIdentity:
     return parsed(WorkerIdentity, message)
+
+
+def prefix_to_proto(prefix: Prefix) -> handover_pb2.Prefix:
+    return handover_pb2.Prefix(
+        token_ids=token_ids_to_bytes(prefix.token_ids),
+        cache_salt=prefix.cache_salt,
+        adapter=prefix.adapter,
+    )
+
+
+def prefix_from_proto(message: handover_pb2.Prefix) -> Prefix:
+    """Raises InvalidArgument for a bad or empty input."""
+    token_ids = token_ids_from_bytes(message.token_ids, "prefix.token_ids")
+    if not token_ids:
+        raise InvalidArgument("must hold at least one token", field="prefix.token_ids")
+    return Prefix(token_ids, message.cache_salt, message.adapter)
 
 
 def layout_to_proto(layout: KvLayout) -> pb.KvLayout:

@@ -236,6 +236,17 @@ CACHE_LOOKUPS = Spec(
     "Long texts looked up among encoded conversations.",
     ("outcome",),
 )
+PREFIX_TOKENS = Spec(
+    "baton_prefix_collected_tokens_total",
+    "Input tokens whose KV came from another worker's prefix cache, by that worker's role. They "
+    "are among those found in this worker's.",
+    ("source",),
+)
+PREFIX_COLLECTS = Spec(
+    "baton_prefix_collects_total",
+    "Prefixes that were to come from another worker's cache, by how that ended.",
+    ("outcome",),
+)
 PREFILL_TOKENS = Spec("baton_prefill_tokens_total", "Input tokens whose KV was computed.")
 DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
 PREEMPTIONS = Spec(

@@ -27,6 +27,7 @@ from batonlm.core.errors import (
     HandoverFailed,
     Incompatible,
     InvalidArgument,
+    NotFound,
     Overloaded,
 )
 from batonlm.core.handover.table import (
@@ -39,6 +40,7 @@ from batonlm.core.handover.table import (
     State,
     StateLimit,
 )
+from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import ChoiceTokens
 from batonlm.core.request.model import KvLayout, WorkerIdentity
 from batonlm.core.scheduler.plan import KvPayload
@@ -47,6 +49,7 @@ from batonlm.rpc.convert import (
     error_from_proto,
     error_to_proto,
     identity_to_proto,
+    prefix_to_proto,
 )
 from batonlm.transfer.kv_chunk import (
     HEADER_BYTES,
@@ -86,6 +89,9 @@ Reserve = Callable[[], Awaitable[int | None]]
 """reserve(): holds blocks for the whole input and answers from which position KV is needed, or None
 when there is no room. May be cancelled; whatever it holds then is the caller's to free."""
 
+ReservePrefix = Callable[[int], Awaitable[int | None]]
+"""The same for a prefix, of which the sender has so many positions."""
+
 
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
@@ -99,6 +105,8 @@ class TransferRequest:
     """For all of it."""
     is_probe: bool = False
     """Nobody offers it; the sender makes its KV up."""
+    prefix: Prefix | None = None
+    """Nobody offers it; the sender's cache may have it, or the beginning of it."""
     about: Names = field(default_factory=lambda: NO_NAMES, hash=False)
 
 
@@ -113,6 +121,18 @@ class Collected:
     """Positions whose KV was here already."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixOutcome:
+    """How the collection of a prefix ended. Whatever was unpacked by then is of use."""
+
+    label: str
+    """completed; cached: all of it was here; gone: the sender does not have it (any more); busy:
+    the sender offers no more; full: no room here; incompatible; late; or failed."""
+    received_bytes: int = 0
+    error: BatonError | None = None
+    """None when completed or cached."""
+
+
 class IncomingTransfer:
     """The work on one stream. `run` is called once, and `see_off` once after it."""
 
@@ -121,7 +141,7 @@ class IncomingTransfer:
         receiver: KvReceiver,
         request: TransferRequest,
         peer: Peer,
-        reserve: Reserve,
+        reserve: ReservePrefix,
         unpack: Unpack,
         stats: HandoverStats,
     ) -> None:
@@ -144,7 +164,10 @@ class IncomingTransfer:
         per_kv_chunk = positions_per_kv_chunk(receiver.buffer_bytes(peer), receiver.layout)
         state_positions = 0 if request.is_probe else receiver.layout.state_positions
         self.side = ReceiverSide(
-            request.num_positions, per_kv_chunk, state_positions=state_positions
+            request.num_positions,
+            per_kv_chunk,
+            is_prefix=request.prefix is not None,
+            state_positions=state_positions,
         )
         self._wire_version = receiver.layout.common_wire_version(peer.layout)
         self._sealer = Sealer(
@@ -232,6 +255,7 @@ class IncomingTransfer:
             wire_version=self._wire_version,
             digest=self._peer.handshake.digest,
             several=True,
+            prefix=None if self.request.prefix is None else prefix_to_proto(self.request.prefix),
         )
         await self._stream.send(pb.CollectRequest(open=opening))
         self._opened_at = now()
@@ -273,7 +297,7 @@ class IncomingTransfer:
 
     async def _reserve(self) -> None:
         with self._stats.timed("reserve"):
-            from_position = await self._reserve_blocks()
+            from_position = await self._reserve_blocks(self.side.num_positions)
         await self._faults.at("receiver.reserved")
         self._timeout.restart()
         if from_position is None:
@@ -467,15 +491,56 @@ class KvReceiver:
         outcome = "failed"
         self._running += 1
         try:
-            collected = await self._collect(request, reserve, unpack)
+            collected = await self._collect(request, lambda _: reserve(), unpack)
             outcome = "completed"
             return collected
+        except TransferAborted as aborted:
+            error = _for_the_caller(aborted)
+            if isinstance(error, Cancelled):
+                outcome = "cancelled"
+            raise error from None
         except Overloaded:
             outcome = "full"
             raise
-        except (Cancelled, asyncio.CancelledError):
+        except asyncio.CancelledError:
             outcome = "cancelled"
             raise
+        except BatonError as error:
+            # Meeting failed; what happens on the stream is a TransferAborted.
+            raise as_handover_failure(error) from None
+        finally:
+            self._running -= 1
+            self.stats.outcomes[outcome] += 1
+
+    async def collect_prefix(
+        self,
+        prefix: Prefix,
+        sender: WorkerIdentity,
+        reserve: ReservePrefix,
+        unpack: Unpack,
+        *,
+        deadline_s: float,
+        about: Names = NO_NAMES,
+    ) -> PrefixOutcome:
+        """Collects what another worker's cache has of a prefix.
+
+        unpack is called for one KV chunk after the other, without a gap from the position on that
+        `reserve` answered, and runs no more when this returns or is cancelled. Never raises for
+        what a peer does.
+        """
+        size, handover_id = len(prefix.token_ids), secrets.token_bytes(HANDOVER_ID_BYTES)
+        request = TransferRequest(handover_id, sender, size, deadline_s, about=about, prefix=prefix)
+        outcome = "cancelled"
+        self._running += 1
+        try:
+            collected = await self._collect(request, reserve, unpack)
+            outcome = "completed"
+            label = outcome if collected.received_bytes else "cached"
+            return PrefixOutcome(label, collected.received_bytes)
+        except (TransferAborted, BatonError) as failure:
+            ended = _without_prefix(failure)
+            outcome = ended.label if ended.label in ("gone", "full") else "failed"
+            return ended
         finally:
             self._running -= 1
             self.stats.outcomes[outcome] += 1
@@ -489,31 +554,25 @@ class KvReceiver:
         await self._peers.close()
 
     async def _collect(
-        self, request: TransferRequest, reserve: Reserve, unpack: Unpack
+        self, request: TransferRequest, reserve: ReservePrefix, unpack: Unpack
     ) -> Collected:
+        """Raises TransferAborted for what happens on the stream, Overloaded when `reserve` had no
+        room, and what meeting the sender raises."""
         clock = asyncio.get_running_loop().time
         deadline, began = clock() + request.deadline_s, now()
-        try:
-            async with self._peers.use(request.sender, request.deadline_s) as peer:
-                self.stats.record("meet", began)
-                request = replace(request, deadline_s=deadline - clock())
-                work = IncomingTransfer(self, request, peer, reserve, unpack, self.stats)
-                try:
-                    return await work.run()
-                finally:
-                    aborted = work.aborted
-                    peer.doubted |= aborted is not None and (
-                        aborted.event is HandoverEvent.PEER_LOST
-                    )
-                    peer.suspect |= work.unreadable
-                    self._see_off(work)
-        except TransferAborted as aborted:
-            raise _for_the_caller(aborted) from None
-        except Overloaded:
-            raise
-        except BatonError as error:
-            # Meeting failed; what happens on the stream is a TransferAborted.
-            raise as_handover_failure(error) from None
+        async with self._peers.use(request.sender, request.deadline_s) as peer:
+            if request.prefix is not None and not peer.handshake.prefixes:
+                raise Incompatible("the sender offers no prefixes")
+            self.stats.record("meet", began)
+            request = replace(request, deadline_s=deadline - clock())
+            work = IncomingTransfer(self, request, peer, reserve, unpack, self.stats)
+            try:
+                return await work.run()
+            finally:
+                aborted = work.aborted
+                peer.doubted |= aborted is not None and aborted.event is HandoverEvent.PEER_LOST
+                peer.suspect |= work.unreadable
+                self._see_off(work)
 
     async def _probe(self, peer: Peer) -> tuple[ProbeOutcome, str]:
         """Collects a probe from a met peer and counts its outcome. Bounded; leaves `peer` as it is.
@@ -526,7 +585,7 @@ class KvReceiver:
         # Its numbers are not those of hand-overs.
         stats = HandoverStats()
 
-        async def reserve() -> int | None:
+        async def reserve(_: int) -> int | None:
             return 0
 
         async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
@@ -572,6 +631,25 @@ def _for_the_caller(aborted: TransferAborted) -> BatonError:
     if ours or isinstance(aborted.error, Cancelled | Incompatible):
         return aborted.error
     return as_handover_failure(aborted.error)
+
+
+def _without_prefix(failure: TransferAborted | BatonError) -> PrefixOutcome:
+    """What ended the collection of a prefix early."""
+    aborted = failure if isinstance(failure, TransferAborted) else None
+    by_sender = aborted is not None and aborted.event is HandoverEvent.PEER_FAILED
+    error = failure.error if isinstance(failure, TransferAborted) else failure
+    match error:
+        case NotFound():
+            label = "gone"
+        case Overloaded():
+            label = "busy" if by_sender else "full"
+        case Incompatible():
+            label = "incompatible"
+        case DeadlineExceeded():
+            label = "late"
+        case _:
+            label = "failed"
+    return PrefixOutcome(label, error=error)
 
 
 def as_handover_failure(error: BatonError) -> BatonError:

@@ -41,6 +41,7 @@ from batonlm.core.handover.table import (
     State,
     StateLimit,
 )
+from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import ChoiceTokens
 from batonlm.core.request.model import KvLayout, WorkerIdentity
 from batonlm.rpc.convert import (
@@ -51,6 +52,7 @@ from batonlm.rpc.convert import (
     identity_to_proto,
     layout_from_proto,
     layout_to_proto,
+    prefix_from_proto,
 )
 from batonlm.transfer.kv_chunk import (
     HEADER_BYTES,
@@ -85,6 +87,9 @@ MAX_OFFERS = 4096
 MAX_EARLY_STREAMS = 256
 MAX_RECENT_IDS = 8192
 
+PREFIX_S = 10.0
+"""How long a prefix is on offer at most: a slow receiver must not keep the cache's blocks."""
+
 Send = Callable[[pb.CollectResponse], Awaitable[None]]
 
 log = logging.getLogger(__name__)
@@ -95,7 +100,8 @@ class HandoverOutcome:
     """How a hand-over ended for the sender."""
 
     label: str
-    """completed, full, failed, or cancelled when nobody wants the KV any more: as it is counted."""
+    """completed, full, failed, cancelled when nobody wants the KV any more, or gone when it was not
+    in the prefix cache: as it is counted."""
     error: BatonError | None = None
     """None only when completed."""
 
@@ -131,6 +137,8 @@ class PendingTransfer:
         self.granted: bool | None = None
         """Whether the receiver has reserved blocks; None: it has not answered."""
         self.announced = False
+        self.pinned: int | None = None
+        """Of a prefix: how many of its positions are here, once that is known."""
         self.finished = 0
         """KV of all positions below is computed."""
         self.first_tokens: tuple[ChoiceTokens, ...] | None = None
@@ -149,6 +157,13 @@ class PendingTransfer:
         """The first chunk has entered a plan."""
         self.announced = True
         self.changed.set()
+
+    def give_prefix(self, num_positions: int, pack: Pack) -> None:
+        """So many positions of the prefix that was asked for are here, all at once."""
+        self.pack, self.pinned = pack, num_positions
+        self.announce()
+        self.advance(num_positions)
+        self.tokens(())
 
     def advance(self, num_positions: int) -> None:
         """KV of all positions below num_positions is computed and may be packed; with the input's
@@ -188,7 +203,8 @@ class PendingTransfer:
                 outcome = HandoverOutcome("full", full)
             case _:
                 error = aborted.error if aborted else HandoverFailed("the hand-over was broken off")
-                label = "cancelled" if isinstance(error, Cancelled) else "failed"
+                labels = {Cancelled: "cancelled", NotFound: "gone"}
+                label = labels.get(type(error), "failed")
                 outcome = HandoverOutcome(label, error)
         self._ended.set_result(outcome)
         self._sender.forget(self, outcome)
@@ -290,7 +306,7 @@ class OutgoingTransfer:
         while not side.ended:
             offer.changed.clear()
             if side.state is SenderState.OPENED and offer.announced:
-                side.announced()
+                side.announced(offer.pinned)
                 self._timeout.restart()
                 self._announced_at = now()
                 announced = pb.HandoverAnnounced(num_positions=side.num_positions)
@@ -429,6 +445,9 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         self._recent_ids: OrderedDict[bytes, None] = OrderedDict()
         self._streams: set[asyncio.Task[object]] = set()
         self._num_probes = 0
+        self.serve_prefix: Callable[[PendingTransfer, Prefix], None] | None = None
+        """Called with each prefix that is asked for, to call `give_prefix` or `fail`. None: this
+        worker offers none."""
 
     @property
     def num_offers(self) -> int:
@@ -464,6 +483,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         *,
         deadline_s: float,
         is_probe: bool = False,
+        is_prefix: bool = False,
         about: Names = NO_NAMES,
     ) -> PendingTransfer:
         """Puts one input's KV on offer to one receiver, for at most deadline_s seconds.
@@ -481,7 +501,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             raise Overloaded("too many hand-overs are on offer")
         # A probe's made-up KV has no state.
         state_positions = 0 if is_probe else self.layout.state_positions
-        side = SenderSide(num_positions, state_positions=state_positions)
+        side = SenderSide(num_positions, is_prefix=is_prefix, state_positions=state_positions)
         offer = PendingTransfer(
             self, handover_id, receiver_instance_id, side, pack, is_probe, about
         )
@@ -528,6 +548,7 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
             kv_network=self.staging.ucx.network.value,
             ucx_transports=self.staging.ucx.transports,
             several=True,
+            prefixes=self.serve_prefix is not None,
         )
 
     async def serve(self, incoming: AsyncIterator[pb.CollectRequest], send: Send) -> None:
@@ -600,6 +621,8 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         per_kv_chunk = positions_per_kv_chunk(buffer_bytes, self.layout)
         if opening.probe_positions:
             self._offer_probe(opening, per_kv_chunk)
+        elif opening.HasField("prefix"):
+            self._offer_prefix(opening)
         offer = self._offers.get(opening.handover_id)
         if offer is None:
             offer = await self._wait_for_offer(opening.handover_id)
@@ -626,6 +649,21 @@ class KvSender(handover_pb2_grpc.HandoverServicer):
         offer.announce()
         offer.advance(offer.num_positions)
         offer.tokens(())
+
+    def _offer_prefix(self, opening: pb.OpenHandover) -> None:
+        """Raises NotFound for a worker without prefixes, InvalidArgument, and as `offer` does."""
+        prefix = prefix_from_proto(opening.prefix)
+        if self.serve_prefix is None:
+            raise NotFound("this worker offers no prefixes")
+        offer = self.offer(
+            opening.handover_id,
+            opening.receiver.instance_id,
+            len(prefix.token_ids),
+            _pack_nothing,
+            deadline_s=PREFIX_S,
+            is_prefix=True,
+        )
+        self.serve_prefix(offer, prefix)
 
     async def _wait_for_offer(self, handover_id: bytes) -> PendingTransfer:
         if (
@@ -676,6 +714,10 @@ def _expire_unclaimed(offer: PendingTransfer) -> None:
     if offer.side.state is SenderState.OFFERED:
         error = DeadlineExceeded("nobody came to collect the hand-over")
         offer.fail(error, HandoverEvent.DEADLINE)
+
+
+async def _pack_nothing(first_position: int, count: int, out: object) -> None:
+    raise HandoverFailed("nothing was announced")
 
 
 def _gone() -> BatonError:

@@ -147,6 +147,7 @@ class StartSequence(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_UNCONFIRMED_FIELD_NUMBER: _builtins.int
     HELD_HANDOVER_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     max_unconfirmed: _builtins.int
     """Decode stays at most this many positions ahead of the confirmed ones; 0 means no limit."""
     held_handover_id: _builtins.bytes
@@ -161,6 +162,12 @@ class StartSequence(_message.Message):
     def source(self) -> Global___KvSource:
         """Where its KV comes from; absent: this worker prefills itself."""
 
+    @_builtins.property
+    def prefix(self) -> _types_pb2.PrefixSource:
+        """Without `source`: where to collect the beginning of its KV before the rest is computed here. Whatever does not come
+        is computed, too.
+        """
+
     def __init__(
         self,
         *,
@@ -168,10 +175,11 @@ class StartSequence(_message.Message):
         source: Global___KvSource | None = ...,
         max_unconfirmed: _builtins.int = ...,
         held_handover_id: _builtins.bytes = ...,
+        prefix: _types_pb2.PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix", b"prefix", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix", b"prefix", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,6 +515,7 @@ class SequenceStarted(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -521,6 +530,10 @@ class SequenceStarted(_message.Message):
     def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
         """Of the prompt's tokens, when asked for and computed here."""
 
+    @_builtins.property
+    def prefix(self) -> _types_pb2.PrefixCollected:
+        """When a prefix was to be collected; its tokens are among the cached ones."""
+
     def __init__(
         self,
         *,
@@ -530,10 +543,11 @@ class SequenceStarted(_message.Message):
         received_bytes: _builtins.int = ...,
         wait_us: _builtins.int = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+        prefix: _types_pb2.PrefixCollected | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "prompt_logprobs", b"prompt_logprobs", "received_bytes", b"received_bytes", "request_id", b"request_id", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "received_bytes", b"received_bytes", "request_id", b"request_id", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

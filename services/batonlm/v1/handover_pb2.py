@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/handover.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xca\x01\n\x0bMeetRequest\x12*\n\x08receiver\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x03 \x03(\t\x12\x1a\n\x12sender_instance_id\x18\x04 \x01(\t\x12\x12\n\nkv_network\x18\x05 \x01(\t\x12\x16\n\x0eucx_transports\x18\x06 \x03(\t\x12\x0f\n\x07\x64igests\x18\x07 \x03(\t\"\x88\x02\n\x0cMeetResponse\x12(\n\x06sender\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x04 \x01(\x0c\x12.\n\x04ring\x18\x05 \x01(\x0b\x32 .baton.v1.StagingPoolDescription\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x12\n\nkv_network\x18\x07 \x01(\t\x12\x16\n\x0eucx_transports\x18\x08 \x03(\t\x12\x0f\n\x07several\x18\t \x01(\x08\"\xab\x01\n\x16StagingPoolDescription\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bnum_buffers\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x05 \x01(\t\x12(\n\x07regions\x18\x06 \x03(\x0b\x32\x17.baton.v1.StagingRegion\"8\n\rStagingRegion\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x11\n\tdevice_id\x18\x02 \x01(\r\"\xab\x03\n\x0e\x43ollectRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenHandoverH\x00\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoverGrantedH\x00\x12&\n\x04\x66ull\x18\x03 \x01(\x0b\x32\x16.baton.v1.HandoverFullH\x00\x12*\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverCreditH\x00\x12/\n\tcollected\x18\x05 \x01(\x0b\x32\x1a.baton.v1.KvChunkCollectedH\x00\x12!\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\tcompleted\x18\x07 \x01(\x0b\x32\x1b.baton.v1.HandoverCompletedH\x00\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x12,\n\x07several\x18\t \x01(\x0b\x32\x19.baton.v1.CollectRequestsH\x00\x42\t\n\x07message\"=\n\x0f\x43ollectRequests\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.baton.v1.CollectRequest\"\xd7\x01\n\x0cOpenHandover\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12*\n\x08receiver\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x1a\n\x12sender_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12max_kv_chunk_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fprobe_positions\x18\x05 \x01(\r\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12\x0f\n\x07several\x18\x08 \x01(\x08\"(\n\x0fHandoverGranted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\"\x0e\n\x0cHandoverFull\"\'\n\x0eHandoverCredit\x12\x15\n\rnum_kv_chunks\x18\x01 \x01(\r\"!\n\x10KvChunkCollected\x12\r\n\x05index\x18\x01 \x01(\r\"\x13\n\x11HandoverCompleted\"\x13\n\x11HandoverHeartbeat\"\xdb\x02\n\x0f\x43ollectResponse\x12\x30\n\tannounced\x18\x01 \x01(\x0b\x32\x1b.baton.v1.HandoverAnnouncedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PositionsFinishedH\x00\x12*\n\x08kv_chunk\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvChunkReadyH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverTokensH\x00\x12!\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x12-\n\x07several\x18\x07 \x01(\x0b\x32\x1a.baton.v1.CollectResponsesH\x00\x42\t\n\x07message\"?\n\x10\x43ollectResponses\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.baton.v1.CollectResponse\"*\n\x11HandoverAnnounced\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"*\n\x11PositionsFinished\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"G\n\x0cKvChunkReady\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvChunkHeader\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\"\xee\x01\n\rKvChunkHeader\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x15\n\rnum_positions\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0e\n\x06\x64igest\x18\x0b \x01(\x0c\"9\n\x0eHandoverTokens\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens2\x85\x01\n\x08Handover\x12\x35\n\x04Meet\x12\x15.baton.v1.MeetRequest\x1a\x16.baton.v1.MeetResponse\x12\x42\n\x07\x43ollect\x12\x18.baton.v1.CollectRequest\x1a\x19.baton.v1.CollectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/handover.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xca\x01\n\x0bMeetRequest\x12*\n\x08receiver\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x03 \x03(\t\x12\x1a\n\x12sender_instance_id\x18\x04 \x01(\t\x12\x12\n\nkv_network\x18\x05 \x01(\t\x12\x16\n\x0eucx_transports\x18\x06 \x03(\t\x12\x0f\n\x07\x64igests\x18\x07 \x03(\t\"\x9a\x02\n\x0cMeetResponse\x12(\n\x06sender\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\"\n\x06layout\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x1a\n\x12transport_metadata\x18\x04 \x01(\x0c\x12.\n\x04ring\x18\x05 \x01(\x0b\x32 .baton.v1.StagingPoolDescription\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\x12\x12\n\nkv_network\x18\x07 \x01(\t\x12\x16\n\x0eucx_transports\x18\x08 \x03(\t\x12\x0f\n\x07several\x18\t \x01(\x08\x12\x10\n\x08prefixes\x18\n \x01(\x08\"\xab\x01\n\x16StagingPoolDescription\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x14\n\x0c\x62uffer_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bnum_buffers\x18\x03 \x01(\r\x12\x11\n\tdevice_id\x18\x04 \x01(\r\x12\x13\n\x0bmemory_kind\x18\x05 \x01(\t\x12(\n\x07regions\x18\x06 \x03(\x0b\x32\x17.baton.v1.StagingRegion\"8\n\rStagingRegion\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x04\x12\x11\n\tdevice_id\x18\x02 \x01(\r\"\xab\x03\n\x0e\x43ollectRequest\x12&\n\x04open\x18\x01 \x01(\x0b\x32\x16.baton.v1.OpenHandoverH\x00\x12,\n\x07granted\x18\x02 \x01(\x0b\x32\x19.baton.v1.HandoverGrantedH\x00\x12&\n\x04\x66ull\x18\x03 \x01(\x0b\x32\x16.baton.v1.HandoverFullH\x00\x12*\n\x06\x63redit\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverCreditH\x00\x12/\n\tcollected\x18\x05 \x01(\x0b\x32\x1a.baton.v1.KvChunkCollectedH\x00\x12!\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\tcompleted\x18\x07 \x01(\x0b\x32\x1b.baton.v1.HandoverCompletedH\x00\x12\x30\n\theartbeat\x18\x08 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x12,\n\x07several\x18\t \x01(\x0b\x32\x19.baton.v1.CollectRequestsH\x00\x42\t\n\x07message\"=\n\x0f\x43ollectRequests\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.baton.v1.CollectRequest\"\xf9\x01\n\x0cOpenHandover\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12*\n\x08receiver\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x1a\n\x12sender_instance_id\x18\x03 \x01(\t\x12\x1a\n\x12max_kv_chunk_bytes\x18\x04 \x01(\x04\x12\x17\n\x0fprobe_positions\x18\x05 \x01(\r\x12\x14\n\x0cwire_version\x18\x06 \x01(\r\x12\x0e\n\x06\x64igest\x18\x07 \x01(\t\x12\x0f\n\x07several\x18\x08 \x01(\x08\x12 \n\x06prefix\x18\t \x01(\x0b\x32\x10.baton.v1.Prefix\"@\n\x06Prefix\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x12\n\ncache_salt\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\"(\n\x0fHandoverGranted\x12\x15\n\rfrom_position\x18\x01 \x01(\r\"\x0e\n\x0cHandoverFull\"\'\n\x0eHandoverCredit\x12\x15\n\rnum_kv_chunks\x18\x01 \x01(\r\"!\n\x10KvChunkCollected\x12\r\n\x05index\x18\x01 \x01(\r\"\x13\n\x11HandoverCompleted\"\x13\n\x11HandoverHeartbeat\"\xdb\x02\n\x0f\x43ollectResponse\x12\x30\n\tannounced\x18\x01 \x01(\x0b\x32\x1b.baton.v1.HandoverAnnouncedH\x00\x12/\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PositionsFinishedH\x00\x12*\n\x08kv_chunk\x18\x03 \x01(\x0b\x32\x16.baton.v1.KvChunkReadyH\x00\x12*\n\x06tokens\x18\x04 \x01(\x0b\x32\x18.baton.v1.HandoverTokensH\x00\x12!\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x12\x30\n\theartbeat\x18\x06 \x01(\x0b\x32\x1b.baton.v1.HandoverHeartbeatH\x00\x12-\n\x07several\x18\x07 \x01(\x0b\x32\x1a.baton.v1.CollectResponsesH\x00\x42\t\n\x07message\"?\n\x10\x43ollectResponses\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.baton.v1.CollectResponse\"*\n\x11HandoverAnnounced\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"*\n\x11PositionsFinished\x12\x15\n\rnum_positions\x18\x01 \x01(\r\"G\n\x0cKvChunkReady\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvChunkHeader\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\"\xee\x01\n\rKvChunkHeader\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\r\n\x05index\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\r\x12\x15\n\rnum_positions\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x12\n\nfirst_head\x18\x08 \x01(\r\x12\x11\n\tnum_heads\x18\t \x01(\r\x12\x15\n\rpayload_bytes\x18\n \x01(\x04\x12\x0e\n\x06\x64igest\x18\x0b \x01(\x0c\"9\n\x0eHandoverTokens\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens2\x85\x01\n\x08Handover\x12\x35\n\x04Meet\x12\x15.baton.v1.MeetRequest\x1a\x16.baton.v1.MeetResponse\x12\x42\n\x07\x43ollect\x12\x18.baton.v1.CollectRequest\x1a\x19.baton.v1.CollectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,43 +35,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEETREQUEST']._serialized_start=60
   _globals['_MEETREQUEST']._serialized_end=262
   _globals['_MEETRESPONSE']._serialized_start=265
-  _globals['_MEETRESPONSE']._serialized_end=529
-  _globals['_STAGINGPOOLDESCRIPTION']._serialized_start=532
-  _globals['_STAGINGPOOLDESCRIPTION']._serialized_end=703
-  _globals['_STAGINGREGION']._serialized_start=705
-  _globals['_STAGINGREGION']._serialized_end=761
-  _globals['_COLLECTREQUEST']._serialized_start=764
-  _globals['_COLLECTREQUEST']._serialized_end=1191
-  _globals['_COLLECTREQUESTS']._serialized_start=1193
-  _globals['_COLLECTREQUESTS']._serialized_end=1254
-  _globals['_OPENHANDOVER']._serialized_start=1257
-  _globals['_OPENHANDOVER']._serialized_end=1472
-  _globals['_HANDOVERGRANTED']._serialized_start=1474
-  _globals['_HANDOVERGRANTED']._serialized_end=1514
-  _globals['_HANDOVERFULL']._serialized_start=1516
-  _globals['_HANDOVERFULL']._serialized_end=1530
-  _globals['_HANDOVERCREDIT']._serialized_start=1532
-  _globals['_HANDOVERCREDIT']._serialized_end=1571
-  _globals['_KVCHUNKCOLLECTED']._serialized_start=1573
-  _globals['_KVCHUNKCOLLECTED']._serialized_end=1606
-  _globals['_HANDOVERCOMPLETED']._serialized_start=1608
-  _globals['_HANDOVERCOMPLETED']._serialized_end=1627
-  _globals['_HANDOVERHEARTBEAT']._serialized_start=1629
-  _globals['_HANDOVERHEARTBEAT']._serialized_end=1648
-  _globals['_COLLECTRESPONSE']._serialized_start=1651
-  _globals['_COLLECTRESPONSE']._serialized_end=1998
-  _globals['_COLLECTRESPONSES']._serialized_start=2000
-  _globals['_COLLECTRESPONSES']._serialized_end=2063
-  _globals['_HANDOVERANNOUNCED']._serialized_start=2065
-  _globals['_HANDOVERANNOUNCED']._serialized_end=2107
-  _globals['_POSITIONSFINISHED']._serialized_start=2109
-  _globals['_POSITIONSFINISHED']._serialized_end=2151
-  _globals['_KVCHUNKREADY']._serialized_start=2153
-  _globals['_KVCHUNKREADY']._serialized_end=2224
-  _globals['_KVCHUNKHEADER']._serialized_start=2227
-  _globals['_KVCHUNKHEADER']._serialized_end=2465
-  _globals['_HANDOVERTOKENS']._serialized_start=2467
-  _globals['_HANDOVERTOKENS']._serialized_end=2524
-  _globals['_HANDOVER']._serialized_start=2527
-  _globals['_HANDOVER']._serialized_end=2660
+  _globals['_MEETRESPONSE']._serialized_end=547
+  _globals['_STAGINGPOOLDESCRIPTION']._serialized_start=550
+  _globals['_STAGINGPOOLDESCRIPTION']._serialized_end=721
+  _globals['_STAGINGREGION']._serialized_start=723
+  _globals['_STAGINGREGION']._serialized_end=779
+  _globals['_COLLECTREQUEST']._serialized_start=782
+  _globals['_COLLECTREQUEST']._serialized_end=1209
+  _globals['_COLLECTREQUESTS']._serialized_start=1211
+  _globals['_COLLECTREQUESTS']._serialized_end=1272
+  _globals['_OPENHANDOVER']._serialized_start=1275
+  _globals['_OPENHANDOVER']._serialized_end=1524
+  _globals['_PREFIX']._serialized_start=1526
+  _globals['_PREFIX']._serialized_end=1590
+  _globals['_HANDOVERGRANTED']._serialized_start=1592
+  _globals['_HANDOVERGRANTED']._serialized_end=1632
+  _globals['_HANDOVERFULL']._serialized_start=1634
+  _globals['_HANDOVERFULL']._serialized_end=1648
+  _globals['_HANDOVERCREDIT']._serialized_start=1650
+  _globals['_HANDOVERCREDIT']._serialized_end=1689
+  _globals['_KVCHUNKCOLLECTED']._serialized_start=1691
+  _globals['_KVCHUNKCOLLECTED']._serialized_end=1724
+  _globals['_HANDOVERCOMPLETED']._serialized_start=1726
+  _globals['_HANDOVERCOMPLETED']._serialized_end=1745
+  _globals['_HANDOVERHEARTBEAT']._serialized_start=1747
+  _globals['_HANDOVERHEARTBEAT']._serialized_end=1766
+  _globals['_COLLECTRESPONSE']._serialized_start=1769
+  _globals['_COLLECTRESPONSE']._serialized_end=2116
+  _globals['_COLLECTRESPONSES']._serialized_start=2118
+  _globals['_COLLECTRESPONSES']._serialized_end=2181
+  _globals['_HANDOVERANNOUNCED']._serialized_start=2183
+  _globals['_HANDOVERANNOUNCED']._serialized_end=2225
+  _globals['_POSITIONSFINISHED']._serialized_start=2227
+  _globals['_POSITIONSFINISHED']._serialized_end=2269
+  _globals['_KVCHUNKREADY']._serialized_start=2271
+  _globals['_KVCHUNKREADY']._serialized_end=2342
+  _globals['_KVCHUNKHEADER']._serialized_start=2345
+  _globals['_KVCHUNKHEADER']._serialized_end=2583
+  _globals['_HANDOVERTOKENS']._serialized_start=2585
+  _globals['_HANDOVERTOKENS']._serialized_end=2642
+  _globals['_HANDOVER']._serialized_start=2645
+  _globals['_HANDOVER']._serialized_end=2778
 # @@protoc_insertion_point(module_scope)

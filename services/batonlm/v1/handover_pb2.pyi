@@ -90,6 +90,7 @@ class MeetResponse(_message.Message):
     KV_NETWORK_FIELD_NUMBER: _builtins.int
     UCX_TRANSPORTS_FIELD_NUMBER: _builtins.int
     SEVERAL_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """The transport both will use."""
     transport_metadata: _builtins.bytes
@@ -100,6 +101,8 @@ class MeetResponse(_message.Message):
     """What the sender's operator declared of the network KV moves on: local, isolated or trusted."""
     several: _builtins.bool
     """Its Collect streams understand `several`."""
+    prefixes: _builtins.bool
+    """It offers prefixes from its cache."""
     @_builtins.property
     def sender(self) -> _types_pb2.WorkerIdentity:
         """The sender."""
@@ -128,10 +131,11 @@ class MeetResponse(_message.Message):
         kv_network: _builtins.str = ...,
         ucx_transports: _abc.Iterable[_builtins.str] | None = ...,
         several: _builtins.bool = ...,
+        prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "ring", b"ring", "sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kv_network", b"kv_network", "layout", b"layout", "ring", b"ring", "sender", b"sender", "several", b"several", "transport", b"transport", "transport_metadata", b"transport_metadata", "ucx_transports", b"ucx_transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kv_network", b"kv_network", "layout", b"layout", "prefixes", b"prefixes", "ring", b"ring", "sender", b"sender", "several", b"several", "transport", b"transport", "transport_metadata", b"transport_metadata", "ucx_transports", b"ucx_transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +325,7 @@ class OpenHandover(_message.Message):
     WIRE_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     SEVERAL_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """The hand-over, 16 bytes."""
     sender_instance_id: _builtins.str
@@ -339,6 +344,12 @@ class OpenHandover(_message.Message):
     def receiver(self) -> _types_pb2.WorkerIdentity:
         """The receiver."""
 
+    @_builtins.property
+    def prefix(self) -> Global___Prefix:
+        """A prefix: the sender offers what its cache has of it, for a hand-over that no worker offers. Its id is made by the
+        receiver, and only to a sender whose MeetResponse has `prefixes`.
+        """
+
     def __init__(
         self,
         *,
@@ -350,14 +361,45 @@ class OpenHandover(_message.Message):
         wire_version: _builtins.int = ...,
         digest: _builtins.str = ...,
         several: _builtins.bool = ...,
+        prefix: Global___Prefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receiver", b"receiver"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "receiver", b"receiver"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "several", b"several", "wire_version", b"wire_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "handover_id", b"handover_id", "max_kv_chunk_bytes", b"max_kv_chunk_bytes", "prefix", b"prefix", "probe_positions", b"probe_positions", "receiver", b"receiver", "sender_instance_id", b"sender_instance_id", "several", b"several", "wire_version", b"wire_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenHandover: _TypeAlias = OpenHandover  # noqa: Y015
+
+@_typing.final
+class Prefix(_message.Message):
+    """The beginning of an input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """Its tokens, little-endian int32."""
+    cache_salt: _builtins.bytes
+    """Tenant part of the prefix-cache key."""
+    adapter: _builtins.str
+    """Digest of the LoRA adapter that computes it; empty: the model alone."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        cache_salt: _builtins.bytes = ...,
+        adapter: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefix: _TypeAlias = Prefix  # noqa: Y015
 
 @_typing.final
 class HandoverGranted(_message.Message):
@@ -564,13 +606,13 @@ Global___CollectResponses: _TypeAlias = CollectResponses  # noqa: Y015
 
 @_typing.final
 class HandoverAnnounced(_message.Message):
-    """The prompt's first chunk is about to run."""
+    """The prompt's first chunk is about to run, or what there is of a prefix is pinned."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_POSITIONS_FIELD_NUMBER: _builtins.int
     num_positions: _builtins.int
-    """Positions of the input."""
+    """Positions of the input; of a prefix, those that the sender has, which may be fewer than were asked for."""
     def __init__(
         self,
         *,

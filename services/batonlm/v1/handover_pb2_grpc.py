@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class HandoverStub:
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
     """
 
     def __init__(self, channel):
@@ -48,7 +49,8 @@ class HandoverStub:
 
 
 class HandoverServicer:
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
     """
 
     def Meet(self, request, context):
@@ -87,7 +89,8 @@ def add_HandoverServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Handover:
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move.
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
     """
 
     @staticmethod

@@ -27,7 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class HandoverStub:
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -40,7 +42,9 @@ class HandoverStub:
 
 @_typing.type_check_only
 class HandoverAsyncStub(HandoverStub):
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Meet: _aio.UnaryUnaryMultiCallable[_handover_pb2.MeetRequest, _handover_pb2.MeetResponse]  # type: ignore[assignment]
@@ -49,7 +53,9 @@ class HandoverAsyncStub(HandoverStub):
     """Collects one hand-over. The stream is its liveness: when it ends, the hand-over ends on both sides."""
 
 class HandoverServicer(metaclass=_abc_1.ABCMeta):
-    """Gives KV away. Served by prefill workers, and by decode workers whose sequences move."""
+    """Gives KV away: of prompts that prefill workers compute, of sequences that leave a decode worker, and of prefixes in
+    either one's cache.
+    """
 
     @_abc_1.abstractmethod
     def Meet(

@@ -933,6 +933,70 @@ class Attempt(_message.Message):
 Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
 
 @_typing.final
+class PrefixSource(_message.Message):
+    """A worker whose cache has the beginning of an input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENDER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """How many tokens of the input it is believed to have."""
+    @_builtins.property
+    def sender(self) -> Global___WorkerIdentity:
+        """The worker."""
+
+    def __init__(
+        self,
+        *,
+        sender: Global___WorkerIdentity | None = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sender", b"sender"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
+class PrefixCollected(_message.Message):
+    """What came of a PrefixSource."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """Tokens whose KV came from there."""
+    received_bytes: _builtins.int
+    """Bytes of that KV."""
+    wait_us: _builtins.int
+    """Time that it took, in microseconds."""
+    outcome: _builtins.str
+    """completed, cached (all of it was here), gone (it was not there any more), busy (that worker offers no more), full (no
+    room here), incompatible, late or failed.
+    """
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
+        wait_us: _builtins.int = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "outcome", b"outcome", "received_bytes", b"received_bytes", "wait_us", b"wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCollected: _TypeAlias = PrefixCollected  # noqa: Y015
+
+@_typing.final
 class ToolCall(_message.Message):
     """A call that an assistant made."""
 

@@ -81,7 +81,8 @@ class AttemptService(ABC, Generic[AttemptT]):
 
     @property
     def probing(self) -> bool:
-        """Whether a peer's probe holds resources of this worker."""
+        """Whether a peer holds resources of this worker without an attempt here: for a probe, or
+        for a prefix."""
         return self._sender.probing
 
     def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:

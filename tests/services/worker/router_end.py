@@ -86,7 +86,9 @@ class RouterEnd:
         max_unconfirmed: int = 0,
         sender: WorkerIdentity | None = None,
         held_handover_id: bytes = b"",
+        prefix: tuple[WorkerIdentity, int] | None = None,
     ) -> None:
+        """prefix: the worker that has so many tokens of the input in its cache."""
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
             self.tokens.setdefault(key, [])
@@ -95,6 +97,9 @@ class RouterEnd:
             max_unconfirmed=max_unconfirmed,
             held_handover_id=held_handover_id,
         )
+        if prefix is not None:
+            start.prefix.sender.CopyFrom(identity_to_proto(prefix[0]))
+            start.prefix.num_tokens = prefix[1]
         if handover_id:
             start.source.handover_id = handover_id
             start.source.sender.CopyFrom(identity_to_proto(sender or self._sender))

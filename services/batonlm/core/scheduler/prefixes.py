@@ -1,4 +1,4 @@
-"""PrefixTransfers: blocks of prefixes that another worker collects from here, or that come from one.
+"""PrefixTransfers: blocks of prefixes that another worker collects, or that come from another one.
 
 A worker offers what its prefix cache has: the blocks are pinned while they are on offer, so none of
 them is evicted meanwhile. A worker that collects takes free blocks for what its own cache lacks.
@@ -69,9 +69,7 @@ class PrefixTransfers:
         self._offered.add(blocks)
         return blocks
 
-    def expect(
-        self, chain: PrefixChain, num_positions: int, keep_free: int
-    ) -> PrefixBlocks | None:
+    def expect(self, chain: PrefixChain, num_positions: int, keep_free: int) -> PrefixBlocks | None:
         """Takes blocks for a prefix of so many positions, of which another worker gives what the
         cache here lacks. None when there is no room. keep_free: as in `offer`."""
         pool = self._pool

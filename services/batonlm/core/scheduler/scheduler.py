@@ -374,10 +374,11 @@ class Scheduler:
         chain.extend(prefix.token_ids, num_blocks)
         return self.sequences.prefixes.offer(chain, num_blocks, self._budget.blocks_to_keep())
 
-    def expect_prefix(self, prefix: Prefix) -> PrefixBlocks | None:
+    def expect_prefix(self, prefix: Prefix, now: float) -> PrefixBlocks | None:
         """Takes blocks for a prefix that another worker gives, until `release_prefix`. None when
         there is no room, or something waits for some: nothing is preempted for a prefix."""
-        if any(group.blocked for group in self.sequences.waiting):
+        reserved = self._reservation.until
+        if any(group.blocked for group in self.sequences.waiting) or now < (reserved or now):
             return None
         size = len(prefix.token_ids)
         chain = self._chain(prefix.cache_salt, prefix.adapter)

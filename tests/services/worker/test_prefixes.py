@@ -1,0 +1,117 @@
+"""A decode worker collects the beginning of an input from another one's cache: real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batonlm.core.request.attempt import Attempt
+from batonlm.transfer import nixl
+from batonlm.v1.decode_pb2_grpc import DecodeStub
+from tests.services.worker.pair import attempt, keys_of, reference
+from tests.services.worker.processes import Process, metrics_of, worker
+from tests.services.worker.router_end import RouterEnd
+
+pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
+
+SMALL_BUFFERS = {"BATON_TEST_CONSTANTS": "batonlm.worker.staging.BUFFER_BYTES=4096"}
+"""So that a prefix takes several KV chunks."""
+
+
+@asynccontextmanager
+async def connected(process: Process) -> AsyncIterator[RouterEnd]:
+    end = RouterEnd(DecodeStub(process.channel), process.identity, process.identity)
+    await end.connect()
+    try:
+        yield end
+    finally:
+        await end.break_off()
+
+
+def turns() -> tuple[Attempt, Attempt]:
+    """Of a conversation: the second one has the first one's output in its prompt."""
+    first = attempt("first", size=500, max_tokens=120)
+    prompt = (*first.token_ids, *reference(first)[0], *range(30, 90))
+    second = replace(first, request_id="second", token_ids=prompt, num_prompt_tokens=len(prompt))
+    return first, replace(second, stop=replace(second.stop, max_tokens=20))
+
+
+def counted(read: dict[str, float], name: str) -> float:
+    return sum(value for key, value in read.items() if key.split("{")[0] == name)
+
+
+async def test_turn_2_computes_only_what_no_worker_has(tmp_path: Path) -> None:
+    first, second = turns()
+    size = len(second.token_ids)
+    async with (
+        worker("batonlm.decode", tmp_path, environment=SMALL_BUFFERS) as has_it,
+        worker("batonlm.decode", tmp_path, environment=SMALL_BUFFERS) as needs_it,
+        connected(has_it) as there,
+        connected(needs_it) as here,
+    ):
+        source = has_it.identity
+        await there.start(first)
+        assert await there.ended(first) == reference(first)
+
+        await here.start(second, prefix=(source, size))
+        assert await here.ended(second) == reference(second)
+        # Whole blocks of prompt and output; the newest token has no KV.
+        known = (500 + len(reference(first)[0]) - 1) // 16 * 16
+        started = here.started[second.key]
+        assert (started.prefix.outcome, started.prefix.num_tokens) == ("completed", known)
+        assert started.prefix.received_bytes == 16 * known
+        assert (started.cached_tokens, started.received_bytes) == (known, 0)
+
+        again = replace(second, request_id="again")
+        await here.start(again, prefix=(source, size))
+        assert await here.ended(again) == reference(again)
+        assert here.started[again.key].prefix.outcome == "cached"
+
+        others = replace(second, request_id="others", cache_salt=b"another tenant")
+        await here.start(others, prefix=(source, size))
+        assert await here.ended(others) == reference(others)
+        started = here.started[others.key]
+        assert (started.prefix.outcome, started.cached_tokens) == ("gone", 0)
+
+        read = await asyncio.to_thread(metrics_of, needs_it.metrics)
+        cached = size - here.started[again.key].cached_tokens
+        assert counted(read, "baton_prefill_tokens_total") == size - known + cached + size
+        assert read['baton_prefix_collected_tokens_total{source="decode"}'] == known
+        for outcome in ("completed", "cached", "gone"):
+            assert read[f'baton_prefix_collects_total{{outcome="{outcome}"}}'] == 1
+        await has_it.idle()
+
+
+@pytest.mark.parametrize("point", ["sender.announced", "sender.sealed"])
+async def test_the_giver_dies_half_way(tmp_path: Path, point: str) -> None:
+    """What was verified stays, and the rest is computed."""
+    first, second = turns()
+    size = len(second.token_ids)
+    # The first announcement, or KV chunk, is that of the probe with which the two meet.
+    faults = f"kill@{point}:at={2 if point == 'sender.announced' else 3}"
+    async with (
+        worker("batonlm.decode", tmp_path, environment=SMALL_BUFFERS) as needs_it,
+        connected(needs_it) as here,
+    ):
+        giver = worker("batonlm.decode", tmp_path, "--kv-faults", faults, environment=SMALL_BUFFERS)
+        has_it = await giver.__aenter__()
+        there = RouterEnd(DecodeStub(has_it.channel), has_it.identity, has_it.identity)
+        await there.connect()
+        await there.start(first)
+        assert await there.ended(first) == reference(first)
+
+        await here.start(second, prefix=(has_it.identity, size))
+        assert await here.ended(second) == reference(second)
+        assert await has_it.exit_code() < 0
+        started = here.started[second.key]
+        assert started.prefix.outcome == "failed"
+        assert started.cached_tokens == started.prefix.num_tokens // 16 * 16
+        read = await asyncio.to_thread(metrics_of, needs_it.metrics)
+        computed = counted(read, "baton_prefill_tokens_total")
+        assert computed == size - started.cached_tokens
+        assert keys_of(second)[0] in here.ends
