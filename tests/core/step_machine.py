@@ -9,16 +9,20 @@ are checked by themselves.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from batonlm.core.errors import Overloaded
+from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import Attempt, AttemptKey
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import StepPlan
-from tests.core.attempts import attempt
+from batonlm.core.scheduler.prefixes import PrefixBlocks
+from tests.core.attempts import attempt, handed_over, packed
 from tests.depth import examples
 
 EOS_EVERY = 12
@@ -39,15 +43,25 @@ DRAWN = st.builds(
 )
 
 
+class Pinned(NamedTuple):
+    """A prefix on its way to another worker, or from one."""
+
+    blocks: PrefixBlocks
+    kv: bytes
+    """Of its positions."""
+
+
 class StepMachine(RuleBasedStateMachine):
     """Launches and applies steps as two rules, so that anything can happen in between."""
 
     loop: EngineLoop
+    state_positions: int
 
     def begin_steps(self) -> None:
         self.now = 0.0
         self.in_flight = 0
         self.number = 0
+        self.pinned: list[Pinned] = []
         self.drawn: dict[AttemptKey, Attempt] = {}
 
     def name(self, one: Attempt) -> Attempt:
@@ -94,6 +108,52 @@ class StepMachine(RuleBasedStateMachine):
     def apply(self) -> None:
         self.apply_one()
 
+    @rule(one=DRAWN)
+    def offer_prefix(self, one: Attempt) -> None:
+        """Another worker collects what the cache has of an input."""
+        prefix = Prefix(one.token_ids, one.cache_salt, one.adapter)
+        try:
+            blocks = self.loop.scheduler.offer_prefix(prefix)
+        except Overloaded:
+            return
+        if blocks is not None:
+            assert 0 < blocks.num_positions <= len(one.token_ids)
+            self.pinned.append(Pinned(blocks, self.kv_of(one, blocks.num_positions)))
+
+    @precondition(lambda self: not self.state_positions)
+    @rule(one=DRAWN.filter(lambda one: len(one.token_ids) > 1))
+    def expect_prefix(self, one: Attempt) -> None:
+        """An input's beginning comes from another worker."""
+        prefix = Prefix(one.token_ids[:-1], one.cache_salt, one.adapter)
+        blocks = self.loop.scheduler.expect_prefix(prefix, self.now)
+        if blocks is not None:
+            self.pinned.append(Pinned(blocks, self.kv_of(one, blocks.num_positions)))
+
+    def kv_of(self, one: Attempt, num_positions: int) -> bytes:
+        _, (kv, _) = handed_over(one, EOS_EVERY)
+        return kv[: num_positions * self.loop.runner.layout.bytes_per_position]
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def end_prefix(self, data: st.DataObject) -> None:
+        """After all of it was copied, or some."""
+        index = data.draw(st.integers(0, len(self.pinned) - 1))
+        self.release(self.pinned.pop(index), data.draw(st.integers(0, 30)))
+
+    def release(self, pinned: Pinned, num_copied: int) -> None:
+        (blocks, kv), runner = pinned, self.loop.runner
+        first, size = blocks.cached, runner.layout.bytes_per_position
+        if not blocks.arrives:
+            kv_now, _ = packed(runner, blocks.extents, 0, blocks.num_positions)
+            assert kv_now == kv, "it changed while it was on offer"
+            self.loop.scheduler.release_prefix(blocks)
+            return
+        end = min(blocks.num_positions, first + num_copied)
+        if end > first:
+            part = memoryview(bytearray(kv[first * size : end * size]))
+            runner.unpack(blocks.extents, first, end - first, part)
+        self.loop.scheduler.release_prefix(blocks, end)
+
     @rule(seconds=st.sampled_from([0.001, 0.1, 3.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -103,6 +163,8 @@ class StepMachine(RuleBasedStateMachine):
         self.loop.idle_check()
 
     def run_out(self) -> None:
+        for pinned in self.pinned:
+            self.release(pinned, 30)
         for _ in range(2000):
             self.let_go_on()
             if self.in_flight:

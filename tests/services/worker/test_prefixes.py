@@ -13,7 +13,7 @@ import pytest
 from batonlm.core.request.attempt import Attempt
 from batonlm.transfer import nixl
 from batonlm.v1.decode_pb2_grpc import DecodeStub
-from tests.services.worker.pair import attempt, keys_of, reference
+from tests.services.worker.pair import attempt, reference
 from tests.services.worker.processes import Process, metrics_of, worker
 from tests.services.worker.router_end import RouterEnd
 
@@ -96,12 +96,12 @@ async def test_the_giver_dies_half_way(tmp_path: Path, point: str) -> None:
     faults = f"kill@{point}:at={2 if point == 'sender.announced' else 3}"
     async with (
         worker("batonlm.decode", tmp_path, environment=SMALL_BUFFERS) as needs_it,
+        worker(
+            "batonlm.decode", tmp_path, "--kv-faults", faults, environment=SMALL_BUFFERS
+        ) as has_it,
         connected(needs_it) as here,
+        connected(has_it) as there,
     ):
-        giver = worker("batonlm.decode", tmp_path, "--kv-faults", faults, environment=SMALL_BUFFERS)
-        has_it = await giver.__aenter__()
-        there = RouterEnd(DecodeStub(has_it.channel), has_it.identity, has_it.identity)
-        await there.connect()
         await there.start(first)
         assert await there.ended(first) == reference(first)
 
@@ -114,4 +114,3 @@ async def test_the_giver_dies_half_way(tmp_path: Path, point: str) -> None:
         read = await asyncio.to_thread(metrics_of, needs_it.metrics)
         computed = counted(read, "baton_prefill_tokens_total")
         assert computed == size - started.cached_tokens
-        assert keys_of(second)[0] in here.ends
