@@ -194,7 +194,7 @@ def _attempt(out: Console, request: Explained, attempt: ExplainedAttempt, full: 
     _say(out, f"    input {attempt.input_tokens} tokens, {attempt.position} of them output before")
     if attempt.why != request.split.why:
         _say(out, f"    {attempt.why}")
-    for line in (_prefill(attempt), _handover(attempt), _decode(attempt)):
+    for line in (_prefix(attempt), _prefill(attempt), _handover(attempt), _decode(attempt)):
         if line:
             _say(out, f"    {line}")
     for candidate in attempt.candidates:
@@ -207,6 +207,19 @@ def _attempt(out: Console, request: Explained, attempt: ExplainedAttempt, full: 
         _say(out, f"      and {attempt.others} more", "dim")
     for loss in attempt.losses:
         _say(out, f"    lost {loss.phase} at {_s(loss.at_s)}: {loss.code}: {loss.message}", "red")
+
+
+def _prefix(attempt: ExplainedAttempt) -> str:
+    prefix = attempt.prefix
+    if prefix is None:
+        return ""
+    text = f"prefix    {_worker(prefix.worker)}"
+    if prefix.reason:
+        text += f" ({prefix.reason.replace('_', ' ')})"
+    if not prefix.outcome:
+        return f"{text}  {prefix.planned_tokens} tokens to collect"
+    text += f"  {prefix.tokens} of {prefix.planned_tokens} tokens collected"
+    return f"{text} in {_s(prefix.collect_s)}: {prefix.outcome}"
 
 
 def _prefill(attempt: ExplainedAttempt) -> str:

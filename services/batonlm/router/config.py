@@ -118,6 +118,14 @@ class RouterConfig(ProcessOptions):
         unit="tokens",
         minimum=-1,
     )
+    collect_prefix_tokens: int = option(
+        0,
+        "a decode worker that computes an input collects from another one's cache what that has of "
+        "it, if these are so many tokens more than its own cache has; -1: if it is predicted to "
+        "take at most half the time of computing them, by measured speeds; 0: never",
+        unit="tokens",
+        minimum=-1,
+    )
     rebalance_moves: int = option(
         0,
         "running sequences that may move between decode workers in a minute, with their KV, so "
@@ -270,7 +278,7 @@ class RouterConfig(ProcessOptions):
 
     @property
     def routing(self) -> RoutingPolicy:
-        return RoutingPolicy(self.local_prefill_tokens, SLOW_START_S)
+        return RoutingPolicy(self.local_prefill_tokens, SLOW_START_S, self.collect_prefix_tokens)
 
     @property
     def rebalancing(self) -> RebalancePolicy:

@@ -108,6 +108,23 @@ class Loss:
 
 
 @dataclass(slots=True)
+class PrefixRecord:
+    """The beginning of an input that was to come from another worker's cache."""
+
+    sender: WorkerIdentity
+    planned_tokens: int
+    """What that worker was believed to have of the input."""
+    reason: str
+    """Why the attempt did not run there."""
+    tokens: int = 0
+    """What came."""
+    outcome: str = ""
+    """As the worker reports it; empty until then."""
+    collect_s: float = 0.0
+    """What it took, as the worker reports it."""
+
+
+@dataclass(slots=True)
 class AttemptRecord:
     """Where one attempt ran, why, and its outcome. Names that end in _s are seconds."""
 
@@ -144,6 +161,8 @@ class AttemptRecord:
     """From the reservation of decode's blocks until decode had all KV, as decode reports it."""
     kv_s: float | None = None
     """From the attempt's start until decode had all KV."""
+    prefix: PrefixRecord | None = None
+    """None where no prefix was to be collected."""
     ended_s: float | None = None
     """Seconds since the request arrived."""
     failed: bool = False

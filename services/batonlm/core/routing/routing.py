@@ -4,12 +4,15 @@ Conditional disaggregation: a prompt gets a separate prefill worker when that ta
 total, for the attempt and for the sequences that it slows down, by the workers' measured speeds.
 Without measurements, a long enough prompt gets one. The router waits for a prefill worker that is
 merely busy: its load must not spill over into decode's steps.
+
+Where the operator allows it, a decode worker that computes an input collects the beginning of it
+from the cache of another one, if it is predicted to have it in half the time that computing takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from random import Random
@@ -35,6 +38,13 @@ EXPECTED_OUTPUT = 128
 NOISE = 0.2
 """Step times that differ from the median worker's by up to this share count as equal: over a whole
 output, random differences would outweigh what a worker has cached."""
+
+COLLECT_S = 0.05
+"""Seconds of a collected prefix besides its transfer, while no worker has measured them."""
+
+COLLECT_GAIN = 2.0
+"""Computing must be predicted to take this many times as long as collecting: neither prediction is
+exact, and a collected prefix also costs its giver."""
 
 NEW_SHARE = 0.1
 """The initial share of a new worker. The share grows to 1 while the worker is new, and its load
@@ -70,6 +80,20 @@ class Demand:
     """Hashes of the prompt's units."""
     output_tokens: int = EXPECTED_OUTPUT
     """The most output tokens that are expected."""
+    scored: bool = False
+    """Whether all its tokens are scored, for which nothing that is cached is of use."""
+    not_giving: frozenset[str] = frozenset()
+    """Instance ids from which a prefix did not come a moment ago."""
+
+
+class PrefixPlan(NamedTuple):
+    """The beginning of an input that a worker is to collect from the cache of another one."""
+
+    sender: WorkerIdentity
+    num_tokens: int
+    """How many tokens of the input it has."""
+    collect_s: float
+    """The predicted seconds until it is here."""
 
 
 class Cost(NamedTuple):
@@ -94,6 +118,9 @@ class Cost(NamedTuple):
     share: float
     """Below 1 for a new worker."""
     uncached_tokens: int
+    """The tokens that are computed there."""
+    collect_s: float = 0.0
+    """Until a prefix has come from another worker's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +135,10 @@ class Moment:
     """A median speed, used for a worker that has not measured its own."""
     first_met: float = 0.0
     """When the oldest worker was first seen."""
+    holders: Sequence[WorkerSnapshot] = ()
+    """Workers that may give a prefix from their caches, those that have most of it first."""
+    least_collected: int = 0
+    """See `RoutingPolicy.collect_prefix_tokens`."""
 
 
 def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
@@ -129,9 +160,31 @@ def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost
     return Cost(total, queue_s, compute_s, crowd_s, 0.0, shortage_s, share, uncached)
 
 
-def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tuple[Cost, Cost]:
-    """Returns the costs of decoding on the worker: with the input computed there, and with KV from
-    another worker."""
+def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> PrefixPlan | None:
+    """Returns from which worker's cache a worker that computes the input should collect its
+    beginning first; None: from none."""
+    own = UNIT_TOKENS * moment.overlap.units(worker.number)
+    speed = worker.load.speed.or_else(moment.default_speed)
+    for holder in moment.holders:
+        known = min(UNIT_TOKENS * moment.overlap.units(holder.number), demand.input_tokens - 1)
+        if known <= own or known - own < moment.least_collected:
+            return None
+        if not _can_give(holder, worker):
+            continue
+        rates = (each.link_bytes_per_s for each in (speed, moment.default_speed, NOMINAL))
+        num_bytes = (known - own) * worker.kv_bytes_per_position
+        collect_s = (speed.handover_s or COLLECT_S) + num_bytes / next(filter(None, rates))
+        computed_s = speed.prefill_s(own, known)
+        if moment.least_collected > 0 or collect_s * COLLECT_GAIN <= computed_s:
+            return PrefixPlan(holder.identity, known, collect_s)
+    return None
+
+
+def decode_costs(
+    demand: Demand, worker: WorkerSnapshot, moment: Moment, plan: PrefixPlan | None = None
+) -> tuple[Cost, Cost]:
+    """Returns the costs of decoding on the worker: with the input computed there, behind what is
+    collected by the plan, and with KV from another worker."""
     speed = worker.load.speed.or_else(moment.default_speed)
     uncached = uncached_tokens(demand, worker, moment.overlap)
     share, sequences = _share(worker, moment), worker.num_sequences
@@ -146,14 +199,17 @@ def decode_costs(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> tupl
     link_s = _link_s(worker, uncached, moment)
     total = queue_s / share + crowd_s + shortage_s + link_s
     collecting = Cost(total, queue_s, 0.0, crowd_s, link_s, shortage_s, share, uncached)
+    collect_s = 0.0
+    if plan is not None:
+        uncached, collect_s = demand.input_tokens - plan.num_tokens, plan.collect_s
     added_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
     # A chunk shares its steps with running sequences; alone it is larger.
     step_s = speed.decode_s(sequences, used)
     queue_s += speed.prefill_steps(waiting) * step_s
     compute_s = added_s + (speed.prefill_steps(uncached) if sequences else 1) * step_s
     harm_s = added_s * worker.load.running_sequences
-    total = queue_s / share + compute_s + harm_s + crowd_s + shortage_s
-    local = Cost(total, queue_s, compute_s, crowd_s, harm_s, shortage_s, share, uncached)
+    total = queue_s / share + compute_s + harm_s + crowd_s + shortage_s + collect_s
+    local = Cost(total, queue_s, compute_s, crowd_s, harm_s, shortage_s, share, uncached, collect_s)
     return local, collecting
 
 
@@ -259,6 +315,8 @@ class ScoredWorker(NamedTuple):
 
     cost: Cost
     worker: WorkerSnapshot
+    plan: PrefixPlan | None = None
+    """With which the cost is predicted."""
 
 
 def filtered(
@@ -431,6 +489,9 @@ class RoutingPolicy:
     which that takes less time."""
     slow_start_s: float = 0.0
     """Seconds for which a worker counts as new."""
+    collect_prefix_tokens: int = 0
+    """Least tokens by which another worker's cache must have more of an input for them to be
+    collected from there; below 0: as many as take less time to collect; 0: none are."""
 
     @property
     def by_speed(self) -> bool:
@@ -460,10 +521,22 @@ class Decision:
     """The compared seconds on decode alone; None when not compared."""
     remote_s: float | None = None
     """The compared seconds with prefill and decode apart; None when not compared."""
+    plan: PrefixPlan | None = None
+    """What the prefilling worker collects before it computes."""
 
     @property
     def wait(self) -> bool:
         return self.prefill is None and self.decode is None
+
+    @property
+    def reason_to_collect(self) -> str:
+        """Why an attempt does not run where its prefix is: there it is busy, or excluded, or was
+        predicted to take longer."""
+        if self.plan is not None:
+            for candidate in self.candidates:
+                if candidate.identity == self.plan.sender:
+                    return candidate.filter_reason.name.lower()
+        return "unknown"
 
     def lines(self) -> list[str]:
         """Returns the decision as text, line by line."""
@@ -492,8 +565,15 @@ def decide(
             return _on_prefill(alone, None, ALONE)
     found = filtered(demand, decodes)
     moment = _moment(decodes, found.fitting, policy, now)
-    costs = [(decode_costs(demand, worker, moment), worker) for worker in found.fitting]
-    local = ranked(demand, [ScoredWorker(cost[0], worker) for cost, worker in costs])
+    moment = _with_holders(demand, decodes, moment, policy)
+    costs = []
+    locally = []
+    for worker in found.fitting:
+        plan = prefix_plan(demand, worker, moment) if moment.holders else None
+        cost = decode_costs(demand, worker, moment, plan)
+        costs.append((cost, worker))
+        locally.append(ScoredWorker(cost[0], worker, plan))
+    local = ranked(demand, locally)
     here = _Choice(local, found.others)
     if here.best is None:
         return Decision(None, None, "no decode worker can take it", here.candidates())
@@ -573,6 +653,39 @@ def _moment(
     return Moment(pool.overlap, now, policy.slow_start_s, default_speed(fitting), first_met)
 
 
+def _with_holders(
+    demand: Demand, pool: PoolSnapshot, moment: Moment, policy: RoutingPolicy
+) -> Moment:
+    """Adds the workers that may give prefixes, if the policy allows it."""
+    least = policy.collect_prefix_tokens
+    measured = any(worker.load.speed.prefills for worker in pool.workers)
+    if not least or demand.scored or not (measured or least > 0):
+        return moment
+    numbers = pool.overlap.most(MAX_HOLDERS, 0)
+    withheld = demand.failed | demand.ejected | demand.not_giving
+    holders = [
+        worker
+        for worker in pool.workers
+        if worker.number in numbers and worker.identity.instance_id not in withheld
+    ]
+    holders.sort(key=lambda worker: -moment.overlap.units(worker.number))
+    return replace(moment, holders=holders, least_collected=least)
+
+
+def _can_give(holder: WorkerSnapshot, worker: WorkerSnapshot) -> bool:
+    """Whether a worker computes the same KV as another one, and its KV can move there. What layers
+    keep as a state is in no prefix."""
+    return (
+        holder.identity != worker.identity
+        and holder.load.state in (WorkerState.SERVING, WorkerState.DRAINING)
+        and holder.model.digest == worker.model.digest
+        and holder.exact == worker.exact
+        and holder.layout is not None
+        and not holder.state_positions
+        and not _misfit(holder, worker)
+    )
+
+
 def _compared(
     demand: Demand, here: ScoredWorker, there: ScoredWorker, apart: ScoredWorker
 ) -> tuple[float, float] | None:
@@ -626,9 +739,10 @@ def _decision(
         reason=reason,
         candidates=seen,
         uncached_tokens=cost.uncached_tokens,
-        first_token_s=cost.queue_s + cost.compute_s if measured else None,
+        first_token_s=cost.queue_s + cost.compute_s + cost.collect_s if measured else None,
         local_s=times[0] if times else None,
         remote_s=times[1] if times else None,
+        plan=computing.plan,
     )
 
 

@@ -72,6 +72,12 @@ MIGRATIONS = Spec(
 )
 RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
 KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
+COLLECTED_TOKENS = Spec(
+    "baton_prefix_tokens_total",
+    "Input tokens whose KV decode workers collected from another one's cache, by why the attempt "
+    "did not run there.",
+    ("reason",),
+)
 REFUSALS = Spec("baton_refusals_total", "Requests that were not let in, by why.", ("reason",))
 REQUEST_STAGE = Spec(
     "baton_request_stage_seconds",
@@ -215,6 +221,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
+        self._collected = counter(COLLECTED_TOKENS, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)
         """By model name."""
@@ -283,6 +290,10 @@ class RouterMetrics:
         """A client gets its first text, this many seconds after its request arrived."""
         self._first_token.observe(seconds)
         self._tenant_first_token.labels(self._label(tenant)).observe(seconds)
+
+    def collected(self, num_tokens: int, reason: str) -> None:
+        """A decode worker has collected a prefix."""
+        self._collected.labels(reason).inc(num_tokens)
 
     def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:
         """An attempt's first token arrived, took_s after its start."""

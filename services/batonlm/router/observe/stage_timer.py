@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batonlm.core.errors import BatonError
-from batonlm.core.observe.request_record import AttemptRecord, RequestRecord, best_few, why
+from batonlm.core.observe.request_record import (
+    AttemptRecord,
+    PrefixRecord,
+    RequestRecord,
+    best_few,
+    why,
+)
 from batonlm.core.observe.stages import Stage, StageClock, TraceContext
 from batonlm.core.request.attempt import Phase, TokenLog
 from batonlm.core.request.request import Accepted, ChatPrompt, Prompt, Request, VectorPrompt
 from batonlm.core.request.request_state import AttemptRun
+from batonlm.core.routing.routing import Decision
 from batonlm.router.request.dispatcher import Placement
 from batonlm.rpc import tracing
 from batonlm.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type, now
@@ -213,7 +220,7 @@ class StageTimer(StageClock):
         """Decode has all KV of an attempt. computed: it prefilled by itself."""
         wait_s = started.wait_us / 1e6
         self.decode_cached_tokens += started.cached_tokens
-        self.kv_bytes += started.received_bytes
+        self.kv_bytes += started.received_bytes + started.prefix.received_bytes
         if computed:
             self.computed_by_decode(wait_s)
         attempt = self._attempt(run)
@@ -221,6 +228,10 @@ class StageTimer(StageClock):
             attempt.decode_cached_tokens = started.cached_tokens
             attempt.kv_bytes = started.received_bytes
             attempt.kv_wait_s, attempt.kv_s = wait_s, self._age() - attempt.began_s
+            if started.HasField("prefix") and attempt.prefix is not None:
+                attempt.prefix.tokens = started.prefix.num_tokens
+                attempt.prefix.outcome = started.prefix.outcome
+                attempt.prefix.collect_s = started.prefix.wait_us / 1e6
         self.reached(Stage.DECODE)
 
     def lost(self, run: AttemptRun, phase: Phase, error: BatonError) -> None:
@@ -278,5 +289,13 @@ class StageTimer(StageClock):
                 predicted_first_token_s=decision.first_token_s,
                 local_s=decision.local_s,
                 remote_s=decision.remote_s,
+                prefix=_prefix(decision),
             )
         )
+
+
+def _prefix(decision: Decision) -> PrefixRecord | None:
+    plan = decision.plan
+    if plan is None:
+        return None
+    return PrefixRecord(plan.sender, plan.num_tokens, decision.reason_to_collect)

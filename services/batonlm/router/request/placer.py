@@ -154,6 +154,7 @@ class Placer:
             busy=_current(self._busy, now),
             ejected=self._fleet.prefills.ejected(now) | self._fleet.decodes.ejected(now),
             quarantined=self._services.quarantine.taken if run.suspect else frozenset(),
+            not_giving=self._fleet.prefix_pauses.current(now),
         )
 
     def at(self, move: Migration, tokens: int) -> Placement | None:

@@ -46,6 +46,7 @@ from batonlm.rpc.tracing import NO_SPAN, Span, error_type
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.v1.detokenizer_pb2 import OpenText
 from batonlm.v1.prefill_pb2 import RunResponse
+from batonlm.v1.types_pb2 import PrefixCollected
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +220,7 @@ class RequestRunner:
             adapter=run.attempt.adapter,
             prefix_hashes=self._prefix_hashes,
             output_tokens=max(1, self.state.stop.max_tokens - run.attempt.position),
+            scored=run.attempt.prompt_logprobs is not None,
         )
 
     def _cause(self, failures: ExceptionGroup[Exception]) -> BatonError:
@@ -375,6 +377,7 @@ class AttemptRunner:
                 handover_id=handover_id,
                 sender=sender,
                 max_unconfirmed=self._request.max_unconfirmed,
+                plan=place.decision.plan,
             )
 
     async def _prefill(
@@ -425,6 +428,8 @@ class AttemptRunner:
         self._metrics.kv_bytes.inc(started.received_bytes)
         if self._place is not None:
             self._place.prefilled()
+        if started.HasField("prefix"):
+            self._prefix_over(started.prefix)
         remotely = self._place is not None and self._place.prefill is not None
         here = not self._run.moved and not remotely
         self._stages.kv_complete(self._run, started, computed=here)
@@ -435,6 +440,17 @@ class AttemptRunner:
             if here:
                 self._request.kv_complete(self._run, started.cached_tokens)
         self._state.kv_complete(self._number)
+
+    def _prefix_over(self, prefix: PrefixCollected) -> None:
+        """What was to come from another worker's cache came, or did not."""
+        plan = None if self._place is None else self._place.decision.plan
+        if self._place is None or plan is None:
+            return
+        self._metrics.kv_bytes.inc(prefix.received_bytes)
+        self._metrics.collected(prefix.num_tokens, self._place.decision.reason_to_collect)
+        if prefix.outcome not in ("completed", "cached"):
+            now = asyncio.get_running_loop().time()
+            self._request.services.fleet.prefix_pauses.gave_none(plan.sender.instance_id, now)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         runs = self._prefilling is not None and not self._prefilling.done()

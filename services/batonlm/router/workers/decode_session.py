@@ -20,7 +20,7 @@ from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.rebalance import MoveReason, Stream
-from batonlm.core.routing.routing import is_stalled
+from batonlm.core.routing.routing import PrefixPlan, is_stalled
 from batonlm.router.workers.shared_stream import Broadcast, SharedStream, WorkerStalled
 from batonlm.rpc.convert import (
     attempt_to_proto,
@@ -44,6 +44,7 @@ from batonlm.v1.decode_pb2 import (
     StepFrame,
 )
 from batonlm.v1.decode_pb2_grpc import DecodeStub
+from batonlm.v1.types_pb2 import PrefixSource
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +113,10 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         handover_id: bytes = b"",
         sender: WorkerIdentity | None = None,
         max_unconfirmed: int = 0,
+        plan: PrefixPlan | None = None,
     ) -> None:
-        """Starts an attempt; `release` ends it. Without a sender decode prefills.
+        """Starts an attempt; `release` ends it. Without a sender decode prefills, behind what it
+        collects by the plan.
 
         sender: the worker that has its KV. The worker itself goes on with the sequence whose KV it
         offered under this hand-over.
@@ -124,6 +127,10 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         elif sender is not None:
             start.source.CopyFrom(
                 KvSource(handover_id=handover_id, sender=identity_to_proto(sender))
+            )
+        elif plan is not None:
+            start.prefix.CopyFrom(
+                PrefixSource(sender=identity_to_proto(plan.sender), num_tokens=plan.num_tokens)
             )
         self._sinks[attempt.key] = sink
         self._starts[attempt.key] = SessionRequest(start=start)

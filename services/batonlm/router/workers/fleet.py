@@ -592,6 +592,26 @@ class Pool(Generic[C]):
 
 MAX_LOGGED_PAIRS = 4096
 
+PREFIX_PAUSE_S = 5.0
+"""Seconds for which no prefix is collected from a worker from whose cache one did not come."""
+
+
+class PrefixPauses:
+    """Workers from whose caches a prefix did not come a moment ago. Times are in seconds of one
+    clock."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def gave_none(self, instance_id: str, now: float) -> None:
+        self._until[instance_id] = now + PREFIX_PAUSE_S
+
+    def current(self, now: float) -> frozenset[str]:
+        """Returns their instance ids."""
+        if self._until:
+            self._until = {key: end for key, end in self._until.items() if end > now}
+        return frozenset(self._until)
+
 
 class Fleet:
     """The five pools of a router, with the clients for each role."""
@@ -638,6 +658,7 @@ class Fleet:
             self.detokenizers,
             self.encodes,
         )
+        self.prefix_pauses = PrefixPauses()
         self._tasks: list[asyncio.Task[None]] = []
         self._log_unpaired = lru_cache(MAX_LOGGED_PAIRS)(_log_unpaired)
         """Logs each pair once."""

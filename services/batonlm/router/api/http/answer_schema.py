@@ -365,6 +365,19 @@ class ExplainedLoss(StrictStruct):
     at_s: float
 
 
+class ExplainedPrefix(StrictStruct):
+    """worker: in whose cache the beginning of the input was. planned_tokens: what it was believed
+    to have; tokens: what came. outcome: empty until it is known. reason: why the attempt did not
+    run there; null for those who may not see it."""
+
+    worker: ServedBy
+    planned_tokens: int
+    tokens: int
+    outcome: str
+    collect_s: float
+    reason: str | None
+
+
 class ExplainedAttempt(StrictStruct):
     """began_s, ended_s: since the request arrived. position: output tokens accepted before it.
     moved: it went on with KV of another decode worker. state: failed where not all of its choices
@@ -393,6 +406,7 @@ class ExplainedAttempt(StrictStruct):
     kv_bytes: int
     kv_wait_s: float | None
     kv_s: float | None
+    prefix: ExplainedPrefix | None
     candidates: list[ExplainedCandidate]
     others: int
     losses: list[ExplainedLoss]

@@ -146,6 +146,15 @@ def _attempt(attempt: AttemptRecord, *, whole: bool) -> Json:
         state="failed" if attempt.failed else "running" if attempt.ended_s is None else "ended",
         prefill=attempt.prefill and _worker(attempt.prefill, whole=whole),
         decode=attempt.decode and _worker(attempt.decode, whole=whole),
+        prefix=attempt.prefix
+        and {
+            "worker": _worker(attempt.prefix.sender, whole=whole),
+            "planned_tokens": attempt.prefix.planned_tokens,
+            "tokens": attempt.prefix.tokens,
+            "outcome": attempt.prefix.outcome,
+            "collect_s": attempt.prefix.collect_s,
+            "reason": attempt.prefix.reason if whole else None,
+        },
         candidates=[
             {
                 "worker": _worker(candidate.identity, whole=whole),
