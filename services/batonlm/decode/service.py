@@ -22,6 +22,7 @@ from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
@@ -37,7 +38,7 @@ from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.v1.types_pb2 import PrefixCollected
-from batonlm.worker.prefixes import PrefixExchange, PrefixSource
+from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
@@ -100,7 +101,7 @@ class DecodeAttempt:
     """The arguments of `_free` that wait for these copies."""
     resumes: OutgoingSequence | None = None
     """The sequence with which it goes on, whose KV is here."""
-    prefix: PrefixSource | None = None
+    prefix_sender: WorkerIdentity | None = None
     """The worker whose cache has the beginning of its input, if the KV is computed here."""
     prefix_collected: PrefixCollected | None = None
     """What came of that, once it has ended."""
@@ -113,7 +114,7 @@ class DecodeAttempt:
         """The attempt with only the choices that have not ended, and the time that it has left."""
         choices = tuple(c for c in self.attempt.choices if c in self.choices)
         left_s = self.attempt.remaining_s
-        if left_s is not None and self.prefix is not None:
+        if left_s is not None and self.prefix_sender is not None:
             left_s = max(0.0, left_s - (time.monotonic() - self.began))
         return replace(self.attempt, choices=choices, remaining_s=left_s)
 
@@ -233,11 +234,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
         source: TransferRequest | None,
         max_unconfirmed: int,
         held_handover_id: bytes = b"",
-        prefix: PrefixSource | None = None,
+        prefix_sender: WorkerIdentity | None = None,
     ) -> None:
-        """Begins an attempt. source: None to prefill the input here; prefix: what is collected
-        before that. held_handover_id: to go on with the sequence that is on offer under it, also
-        while draining. Repeating it has no effect.
+        """Begins an attempt. source: None to prefill the input here, behind what comes from
+        prefix_sender's cache. held_handover_id: to go on with the sequence that is on offer under
+        it, also while draining. Repeating it has no effect.
 
         Errors are reported in the session's frames, never raised.
         """
@@ -259,7 +260,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         running = self.attempts[attempt.key] = DecodeAttempt(
             attempt, session, source, max_unconfirmed, choices, span, part, began, resumes=resumes
         )
-        running.prefix = prefix if computes else None
+        running.prefix_sender = prefix_sender if computes else None
         if resumes is not None:
             resumes.claim(running)
         self._meter.began(session.router_instance_id, attempt)
@@ -391,10 +392,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 grammar = None
             else:
                 grammar = await self._grammars.compiled(running.attempt.grammar)
-            if running.prefix is not None:
+            if running.prefix_sender is not None:
                 about = named(key.request_id, running.trace_id)
                 running.prefix_collected = await self._prefixes.collect(
-                    running.attempt, running.prefix, about
+                    running.attempt, running.prefix_sender, about
                 )
             if running.resumes is None and running.source is None:
                 attempt, limit = running.remaining(), running.max_unconfirmed

@@ -21,7 +21,6 @@ from batonlm.rpc.logs import named
 from batonlm.transfer.receiver import TransferRequest
 from batonlm.v1 import decode_pb2 as pb
 from batonlm.v1 import decode_pb2_grpc
-from batonlm.worker.prefixes import prefix_source
 
 log = logging.getLogger(__name__)
 
@@ -128,13 +127,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         try:
             attempt = attempt_from_proto(start.attempt)
             source = _source(start, attempt)
-            prefix = prefix_source(start.prefix) if start.HasField("prefix") else None
+            prefix_sender = None
+            if start.HasField("prefix_sender"):
+                prefix_sender = identity_from_proto(start.prefix_sender)
         except BatonError as error:
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
             session.failed(key, start.attempt.choices, error)
         else:
             self._service.start(
-                session, attempt, source, start.max_unconfirmed, start.held_handover_id, prefix
+                session,
+                attempt,
+                source,
+                start.max_unconfirmed,
+                start.held_handover_id,
+                prefix_sender,
             )
 
     def _hand_over(self, session: RouterSession, wish: pb.HandOverSequence) -> None:

@@ -147,7 +147,7 @@ class StartSequence(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_UNCONFIRMED_FIELD_NUMBER: _builtins.int
     HELD_HANDOVER_ID_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
+    PREFIX_SENDER_FIELD_NUMBER: _builtins.int
     max_unconfirmed: _builtins.int
     """Decode stays at most this many positions ahead of the confirmed ones; 0 means no limit."""
     held_handover_id: _builtins.bytes
@@ -163,9 +163,9 @@ class StartSequence(_message.Message):
         """Where its KV comes from; absent: this worker prefills itself."""
 
     @_builtins.property
-    def prefix(self) -> _types_pb2.PrefixSource:
-        """Without `source`: where to collect the beginning of its KV before the rest is computed here. Whatever does not come
-        is computed, too.
+    def prefix_sender(self) -> _types_pb2.WorkerIdentity:
+        """Without `source`: a worker from whose cache the beginning of its KV is collected before the rest is computed here.
+        Whatever does not come is computed, too.
         """
 
     def __init__(
@@ -175,11 +175,11 @@ class StartSequence(_message.Message):
         source: Global___KvSource | None = ...,
         max_unconfirmed: _builtins.int = ...,
         held_handover_id: _builtins.bytes = ...,
-        prefix: _types_pb2.PrefixSource | None = ...,
+        prefix_sender: _types_pb2.WorkerIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix", b"prefix", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix", b"prefix", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -933,36 +933,8 @@ class Attempt(_message.Message):
 Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
 
 @_typing.final
-class PrefixSource(_message.Message):
-    """A worker whose cache has the beginning of an input."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SENDER_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
-    """How many tokens of the input it is believed to have."""
-    @_builtins.property
-    def sender(self) -> Global___WorkerIdentity:
-        """The worker."""
-
-    def __init__(
-        self,
-        *,
-        sender: Global___WorkerIdentity | None = ...,
-        num_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "sender", b"sender"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
-
-@_typing.final
 class PrefixCollected(_message.Message):
-    """What came of a PrefixSource."""
+    """What came of a prefix that was to be collected from another worker's cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 
 from batonlm.core.errors import BatonError, NotFound, Unavailable
 from batonlm.core.kvcache.prefix import Prefix
@@ -22,28 +21,13 @@ from batonlm.core.scheduler.plan import KvPayload, ModelRunner
 from batonlm.core.scheduler.prefixes import PrefixBlocks
 from batonlm.engine.thread import EngineThread
 from batonlm.rpc import metrics
-from batonlm.rpc.convert import identity_from_proto
 from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import PREFIX_S, KvSender, PendingTransfer
 from batonlm.transfer.stream import NO_NAMES, Names
-from batonlm.v1 import types_pb2
 from batonlm.v1.types_pb2 import PrefixCollected
 
 COLLECTS = metrics.counter(metrics.PREFIX_COLLECTS)
 COLLECTED = metrics.counter(metrics.PREFIX_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixSource:
-    """A worker whose cache has the beginning of an input."""
-
-    sender: WorkerIdentity
-    num_tokens: int
-    """How many tokens of the input it is believed to have."""
-
-
-def prefix_source(message: types_pb2.PrefixSource) -> PrefixSource:
-    return PrefixSource(identity_from_proto(message.sender), message.num_tokens)
 
 
 class PrefixExchange:
@@ -70,16 +54,17 @@ class PrefixExchange:
         return {"prefix_offers": len(self._tasks)}
 
     async def collect(
-        self, attempt: Attempt, source: PrefixSource, about: Names = NO_NAMES
+        self, attempt: Attempt, sender: WorkerIdentity, about: Names = NO_NAMES
     ) -> PrefixCollected:
-        """Collects the beginning of an attempt's input into the prefix cache, as far as it comes.
+        """Collects the beginning of an attempt's input into the prefix cache, as far as that worker
+        has it and it comes.
 
         Returns what came, when it has ended in whatever way, after PREFIX_S at most and a moment.
         May be cancelled. What is posted to the engine afterwards finds the KV that came.
         """
         began = time.monotonic()
         # The last position is always computed, for its logits.
-        size = min(source.num_tokens, len(attempt.token_ids) - 1)
+        size = len(attempt.token_ids) - 1
         taken: list[PrefixBlocks] = []
         arrived = 0
 
@@ -116,14 +101,14 @@ class PrefixExchange:
             return PrefixCollected(outcome="incompatible")
         try:
             ended = await self._receiver.collect_prefix(
-                prefix_of(size), source.sender, reserve, unpack, deadline_s=PREFIX_S, about=about
+                prefix_of(size), sender, reserve, unpack, deadline_s=PREFIX_S, about=about
             )
         finally:
             with suppress(Unavailable):
                 self._engine.post(release)
         num_tokens = max(0, arrived - taken[0].cached) if taken else 0
         COLLECTS.labels(ended.label).inc()
-        COLLECTED.labels(source.sender.role).inc(num_tokens)
+        COLLECTED.labels(sender.role).inc(num_tokens)
         return PrefixCollected(
             num_tokens=num_tokens,
             received_bytes=num_tokens * self._layout.bytes_per_position,

@@ -86,9 +86,8 @@ class RouterEnd:
         max_unconfirmed: int = 0,
         sender: WorkerIdentity | None = None,
         held_handover_id: bytes = b"",
-        prefix: tuple[WorkerIdentity, int] | None = None,
+        prefix_sender: WorkerIdentity | None = None,
     ) -> None:
-        """prefix: the worker that has so many tokens of the input in its cache."""
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
             self.tokens.setdefault(key, [])
@@ -97,9 +96,8 @@ class RouterEnd:
             max_unconfirmed=max_unconfirmed,
             held_handover_id=held_handover_id,
         )
-        if prefix is not None:
-            start.prefix.sender.CopyFrom(identity_to_proto(prefix[0]))
-            start.prefix.num_tokens = prefix[1]
+        if prefix_sender is not None:
+            start.prefix_sender.CopyFrom(identity_to_proto(prefix_sender))
         if handover_id:
             start.source.handover_id = handover_id
             start.source.sender.CopyFrom(identity_to_proto(sender or self._sender))

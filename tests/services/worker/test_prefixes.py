@@ -58,7 +58,7 @@ async def test_turn_2_computes_only_what_no_worker_has(tmp_path: Path) -> None:
         await there.start(first)
         assert await there.ended(first) == reference(first)
 
-        await here.start(second, prefix=(source, size))
+        await here.start(second, prefix_sender=source)
         assert await here.ended(second) == reference(second)
         # Whole blocks of prompt and output; the newest token has no KV.
         known = (500 + len(reference(first)[0]) - 1) // 16 * 16
@@ -68,12 +68,12 @@ async def test_turn_2_computes_only_what_no_worker_has(tmp_path: Path) -> None:
         assert (started.cached_tokens, started.received_bytes) == (known, 0)
 
         again = replace(second, request_id="again")
-        await here.start(again, prefix=(source, size))
+        await here.start(again, prefix_sender=source)
         assert await here.ended(again) == reference(again)
         assert here.started[again.key].prefix.outcome == "cached"
 
         others = replace(second, request_id="others", cache_salt=b"another tenant")
-        await here.start(others, prefix=(source, size))
+        await here.start(others, prefix_sender=source)
         assert await here.ended(others) == reference(others)
         started = here.started[others.key]
         assert (started.prefix.outcome, started.cached_tokens) == ("gone", 0)
@@ -105,7 +105,7 @@ async def test_the_giver_dies_half_way(tmp_path: Path, point: str) -> None:
         await there.start(first)
         assert await there.ended(first) == reference(first)
 
-        await here.start(second, prefix=(has_it.identity, size))
+        await here.start(second, prefix_sender=has_it.identity)
         assert await here.ended(second) == reference(second)
         assert await has_it.exit_code() < 0
         started = here.started[second.key]

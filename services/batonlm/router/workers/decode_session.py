@@ -44,7 +44,6 @@ from batonlm.v1.decode_pb2 import (
     StepFrame,
 )
 from batonlm.v1.decode_pb2_grpc import DecodeStub
-from batonlm.v1.types_pb2 import PrefixSource
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +128,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
                 KvSource(handover_id=handover_id, sender=identity_to_proto(sender))
             )
         elif plan is not None:
-            start.prefix.CopyFrom(
-                PrefixSource(sender=identity_to_proto(plan.sender), num_tokens=plan.num_tokens)
-            )
+            start.prefix_sender.CopyFrom(identity_to_proto(plan.sender))
         self._sinks[attempt.key] = sink
         self._starts[attempt.key] = SessionRequest(start=start)
         self.wake()
