@@ -22,6 +22,7 @@ from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import StepPlan
 from batonlm.core.scheduler.prefixes import PrefixBlocks
+from batonlm.testing.fake_runner import KEY_SIZE, VALUE_SIZE
 from tests.core.attempts import attempt, handed_over, packed
 from tests.depth import examples
 
@@ -47,8 +48,16 @@ class Pinned(NamedTuple):
     """A prefix on its way to another worker, or from one."""
 
     blocks: PrefixBlocks
-    kv: bytes
-    """Of its positions."""
+    one: Attempt
+    """Whose beginning it is."""
+
+    def kv(self, first: int, end: int) -> bytes:
+        """What these positions must hold: all keys, then all values."""
+        whole, count = handed_over(self.one, EOS_EVERY)[1][0], len(self.one.token_ids)
+        keys, values = whole[: count * KEY_SIZE], whole[count * KEY_SIZE :]
+        return (
+            keys[first * KEY_SIZE : end * KEY_SIZE] + values[first * VALUE_SIZE : end * VALUE_SIZE]
+        )
 
 
 class StepMachine(RuleBasedStateMachine):
@@ -118,7 +127,7 @@ class StepMachine(RuleBasedStateMachine):
             return
         if blocks is not None:
             assert 0 < blocks.num_positions <= len(one.token_ids)
-            self.pinned.append(Pinned(blocks, self.kv_of(one, blocks.num_positions)))
+            self.pinned.append(Pinned(blocks, one))
 
     @precondition(lambda self: not self.state_positions)
     @rule(one=DRAWN.filter(lambda one: len(one.token_ids) > 1))
@@ -127,11 +136,7 @@ class StepMachine(RuleBasedStateMachine):
         prefix = Prefix(one.token_ids[:-1], one.cache_salt, one.adapter)
         blocks = self.loop.scheduler.expect_prefix(prefix, self.now)
         if blocks is not None:
-            self.pinned.append(Pinned(blocks, self.kv_of(one, blocks.num_positions)))
-
-    def kv_of(self, one: Attempt, num_positions: int) -> bytes:
-        _, (kv, _) = handed_over(one, EOS_EVERY)
-        return kv[: num_positions * self.loop.runner.layout.bytes_per_position]
+            self.pinned.append(Pinned(blocks, one))
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -141,16 +146,16 @@ class StepMachine(RuleBasedStateMachine):
         self.release(self.pinned.pop(index), data.draw(st.integers(0, 30)))
 
     def release(self, pinned: Pinned, num_copied: int) -> None:
-        (blocks, kv), runner = pinned, self.loop.runner
-        first, size = blocks.cached, runner.layout.bytes_per_position
+        blocks, runner = pinned.blocks, self.loop.runner
+        first, end = blocks.cached, blocks.num_positions
         if not blocks.arrives:
-            kv_now, _ = packed(runner, blocks.extents, 0, blocks.num_positions)
-            assert kv_now == kv, "it changed while it was on offer"
+            kv_now, _ = packed(runner, blocks.extents, 0, end)
+            assert kv_now == pinned.kv(0, end), "it changed while it was on offer"
             self.loop.scheduler.release_prefix(blocks)
             return
-        end = min(blocks.num_positions, first + num_copied)
+        end = min(end, first + num_copied)
         if end > first:
-            part = memoryview(bytearray(kv[first * size : end * size]))
+            part = memoryview(bytearray(pinned.kv(first, end)))
             runner.unpack(blocks.extents, first, end - first, part)
         self.loop.scheduler.release_prefix(blocks, end)
 
