@@ -89,9 +89,8 @@ def test_collecting_is_never_predicted_to_be_slower(
         SPEED, link_bytes_per_s=link, handover_s=handover_s, prefill_position_s=position_s
     )
     workers = pair(speed)
-    groups = ((units, 1), (own, 2)) if units >= own else ((own, 2), (units, 1))
-    groups = ((units, 3),) if units == own else tuple(g for g in groups if g[0])
-    view = PoolSnapshot(workers, Overlap(groups))
+    held = [(units, 3)] if units == own else sorted([(units, 1), (own, 2)], reverse=True)
+    view = PoolSnapshot(workers, Overlap(tuple(group for group in held if group[0])))
     here, there = (
         decide(full(), PoolSnapshot([]), view, policy) for policy in (RoutingPolicy(0), BY_TIME)
     )

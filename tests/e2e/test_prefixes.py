@@ -94,6 +94,7 @@ def test_turn_2_on_another_worker_computes_only_the_rest(pair: Relay, network: A
         assert rest == len(talk.second) - came
         assert answer.finished is not None and answer.finished.cached_tokens == came
         assert pair.metric(pair.router, "baton_prefix_tokens_total", reason="busy") >= came
+        assert answer.accepted is not None
         said = pair.baton("explain", answer.accepted.request_id, "--http", pair.http)
         assert f"{came:.0f} of " in said.stdout and "tokens collected" in said.stdout
         return True
