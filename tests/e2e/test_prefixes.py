@@ -30,9 +30,13 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    """Two decode workers with one place each."""
+    """Two decode workers with one place each, which prefill by themselves."""
     folder = tmp_path_factory.mktemp("prefixes")
-    environment = {"BATON_COLLECT_PREFIX_TOKENS": "64", "BATON_MAX_RUNNING": "1"}
+    environment = {
+        "BATON_COLLECT_PREFIX_TOKENS": "64",
+        "BATON_LOCAL_PREFILL_TOKENS": "100000",
+        "BATON_MAX_RUNNING": "1",
+    }
     running = Relay(folder, "--model", str(BUNDLED), "--decode", "2", environment=environment)
     yield running
     running.close()
