@@ -40,9 +40,7 @@ class PrefixExchange:
         self._tasks: set[asyncio.Task[None]] = set()
         self._offers: set[PendingTransfer] = set()
         self._closing = False
-        self._layout = receiver.layout
-        if not self._layout.state_positions:
-            sender.serve_prefix = self._serve
+        sender.serve_prefix = self._serve
 
     @property
     def offers_some(self) -> bool:
@@ -66,7 +64,7 @@ class PrefixExchange:
         # The last position is always computed, for its logits.
         size = len(attempt.token_ids) - 1
         taken: list[PrefixBlocks] = []
-        arrived = 0
+        arrived = received_bytes = 0
 
         def prefix_of(num_positions: int) -> Prefix:
             ids = attempt.token_ids[:num_positions]
@@ -81,7 +79,7 @@ class PrefixExchange:
             return taken[0].cached if taken else None
 
         async def unpack(first_position: int, count: int, payload: KvPayload) -> None:
-            nonlocal arrived
+            nonlocal arrived, received_bytes
 
             def copy(runner: ModelRunner) -> None:
                 place = runner.layout.place(
@@ -91,13 +89,14 @@ class PrefixExchange:
 
             await self._engine.copy(copy)
             arrived = first_position + count
+            received_bytes += payload.nbytes
 
         def release(loop: EngineLoop) -> None:
             # Also what was taken for a call of `reserve` that was cancelled.
             for blocks in taken:
                 loop.scheduler.release_prefix(blocks, arrived)
 
-        if size < 1 or attempt.prompt_logprobs is not None or self._layout.state_positions:
+        if size < 1 or attempt.prompt_logprobs is not None:
             return PrefixCollected(outcome="incompatible")
         try:
             ended = await self._receiver.collect_prefix(
@@ -111,7 +110,7 @@ class PrefixExchange:
         COLLECTED.labels(sender.role).inc(num_tokens)
         return PrefixCollected(
             num_tokens=num_tokens,
-            received_bytes=num_tokens * self._layout.bytes_per_position,
+            received_bytes=received_bytes,
             wait_us=round((time.monotonic() - began) * 1e6),
             outcome=ended.label,
         )
