@@ -164,14 +164,16 @@ def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Prefi
     """Returns from which worker's cache a worker that computes the input should collect its
     beginning first; None: from none."""
     own = UNIT_TOKENS * moment.overlap.units(worker.number)
-    speed = worker.load.speed.or_else(moment.default_speed)
+    # Who holds most may be full and so no candidate, and yet the only one that has measured.
+    median = default_speed([worker, *moment.holders])
+    speed = worker.load.speed.or_else(median)
     for holder in moment.holders:
         known = min(UNIT_TOKENS * moment.overlap.units(holder.number), demand.input_tokens - 1)
         if known <= own or known - own < moment.least_collected:
             return None
         if not _can_give(holder, worker):
             continue
-        rates = (each.link_bytes_per_s for each in (speed, moment.default_speed, NOMINAL))
+        rates = (each.link_bytes_per_s for each in (speed, median, NOMINAL))
         num_bytes = (known - own) * worker.kv_bytes_per_position
         collect_s = (speed.handover_s or COLLECT_S) + num_bytes / next(filter(None, rates))
         computed_s = speed.prefill_s(own, known)
@@ -658,8 +660,7 @@ def _with_holders(
 ) -> Moment:
     """Adds the workers that may give prefixes, if the policy allows it."""
     least = policy.collect_prefix_tokens
-    measured = any(worker.load.speed.prefills for worker in pool.workers)
-    if not least or demand.scored or not (measured or least > 0):
+    if not least or demand.scored:
         return moment
     numbers = pool.overlap.most(MAX_HOLDERS, 0)
     withheld = demand.failed | demand.ejected | demand.not_giving
@@ -668,6 +669,8 @@ def _with_holders(
         for worker in pool.workers
         if worker.number in numbers and worker.identity.instance_id not in withheld
     ]
+    if least < 0 and not any(holder.load.speed.prefills for holder in holders):
+        return moment
     holders.sort(key=lambda worker: -moment.overlap.units(worker.number))
     return replace(moment, holders=holders, least_collected=least)
 
