@@ -143,9 +143,9 @@ class StepMachine(RuleBasedStateMachine):
     def end_prefix(self, data: st.DataObject) -> None:
         """After all of it was copied, or some."""
         index = data.draw(st.integers(0, len(self.pinned) - 1))
-        self.release(self.pinned.pop(index), data.draw(st.integers(0, 30)))
+        self.unpin(self.pinned.pop(index), data.draw(st.integers(0, 30)))
 
-    def release(self, pinned: Pinned, num_copied: int) -> None:
+    def unpin(self, pinned: Pinned, num_copied: int) -> None:
         blocks, runner = pinned.blocks, self.loop.runner
         first, end = blocks.cached, blocks.num_positions
         if not blocks.arrives:
@@ -169,7 +169,7 @@ class StepMachine(RuleBasedStateMachine):
 
     def run_out(self) -> None:
         for pinned in self.pinned:
-            self.release(pinned, 30)
+            self.unpin(pinned, 30)
         for _ in range(2000):
             self.let_go_on()
             if self.in_flight:
