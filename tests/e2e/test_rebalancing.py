@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from batonlm.core.routing.rebalance import RebalancePolicy
 from tests.e2e.relay import PATIENCE_S, Relay, eventually, options, until_it_comes_about
 from tests.e2e.streams import Following
 from tests.greedy import greedy_tokens
@@ -35,8 +34,7 @@ def expected() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     folder = tmp_path_factory.mktemp("rebalancing")
-    environment = {"BATON_REBALANCE_MOVES": str(RebalancePolicy().moves_per_minute)}
-    running = Relay(folder, "--model", str(BUNDLED), "--decode", "2", environment=environment)
+    running = Relay(folder, "--model", str(BUNDLED), "--decode", "2")
     yield running
     running.close()
 

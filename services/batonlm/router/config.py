@@ -127,7 +127,7 @@ class RouterConfig(ProcessOptions):
         minimum=-1,
     )
     rebalance_moves: int = option(
-        60,
+        RebalancePolicy().moves_per_minute,
         "running sequences that may move between decode workers in a minute, with their KV, so "
         "that these are evenly loaded and none runs out of memory; 0: none",
         minimum=0,

@@ -8,7 +8,6 @@ import pytest
 
 from batonlm.core.errors import Overloaded
 from batonlm.core.routing.load import WorkerLoad
-from batonlm.core.routing.rebalance import RebalancePolicy
 from batonlm.router.config import RouterConfig
 from batonlm.router.request.pipeline import EventStream
 from batonlm.rpc.config import load
@@ -17,7 +16,7 @@ from batonlm.testing.scripted import ScriptedDecode
 from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import IDS, REQUEST, begin, finish
 
-MOVING = RouterConfig(local_prefill_tokens=0, rebalance_moves=RebalancePolicy().moves_per_minute)
+MOVING = RouterConfig(local_prefill_tokens=0)
 TOKENS = 500
 STEP_S = 0.02
 LONG = replace(REQUEST, max_tokens=TOKENS)
