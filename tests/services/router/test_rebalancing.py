@@ -86,7 +86,9 @@ async def test_what_the_new_worker_does_not_take_goes_on_where_it_was(
     await until(lambda: bool(added.starts))
     if ends == "dies":
         await added.kill()
+    window = world.pipeline.gate.dispatcher.window.limit
     await until(lambda: moves(world, "returned") == 1)
+    assert world.pipeline.gate.dispatcher.window.limit >= window, "it was no admission"
     await all_right(world, under_way)
     assert moves(world, "moved") == moves(world, "failed") == 0
     assert len(world.decodes[0].taken_back) == moves(world, "returned")

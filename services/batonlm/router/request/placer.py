@@ -174,16 +174,20 @@ class Placer:
         if not self._is_busy(worker.identity, error):
             self._pass_over(self._failed, worker.identity, math.inf)
 
-    def blame_decode(self, worker: Worker[DecodeSession], error: BatonError) -> None:
+    def blame_decode(
+        self, worker: Worker[DecodeSession], error: BatonError, *, moved: bool
+    ) -> None:
+        """moved: the worker was to take over a sequence, which no turn had placed there."""
         worker.failure(error)
-        if not self._is_busy(worker.identity, error):
+        if not self._is_busy(worker.identity, error, placed=not moved):
             self._pass_over(self._failed, worker.identity, RETRY_S * 2**self._decode_failures)
             self._decode_failures = min(self._decode_failures + 1, MAX_DOUBLINGS)
 
-    def _is_busy(self, worker: WorkerIdentity, error: BatonError) -> bool:
+    def _is_busy(self, worker: WorkerIdentity, error: BatonError, *, placed: bool = True) -> bool:
         if error.reason is not Reason.OVERLOADED:
             return False
-        self._services.dispatcher.refused()
+        if placed:
+            self._services.dispatcher.refused()
         self._pass_over(self._busy, worker, max(BUSY_S, error.retry_after_s or 0.0))
         return True
 

@@ -584,7 +584,7 @@ class AttemptRunner:
             # An incompatible pair is separated by excluding prefill, because decode can prefill by
             # itself.
             if error.reason not in (Reason.HANDOVER_FAILED, Reason.INCOMPATIBLE):
-                placer.blame_decode(place.decode, error)
+                placer.blame_decode(place.decode, error, moved=self._run.moved)
 
     def _log(self, level: int, text: str, **extra: str) -> None:
         about = named(self._state.request_id, self._span.context.trace_id)
