@@ -335,6 +335,52 @@ class GenerationOptions(_message.Message):
 Global___GenerationOptions: _TypeAlias = GenerationOptions  # noqa: Y015
 
 @_typing.final
+class ResumeRequest(_message.Message):
+    """A stream to go on with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    last_event_id: _builtins.str
+    """The id of the last event that the client has."""
+    def __init__(
+        self,
+        *,
+        last_event_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_event_id", b"last_event_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """One event of a stream that goes on: first an `accepted`, then what the client has not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def event(self) -> Global___GenerationEvent:
+        """What happened."""
+
+    def __init__(
+        self,
+        *,
+        event: Global___GenerationEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """One event of a Generate stream."""
 

@@ -45,6 +45,11 @@ class InferenceStub:
                 request_serializer=baton_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/baton.v1.Inference/Resume',
+                request_serializer=baton_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Inference/ListModels',
                 request_serializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -75,6 +80,14 @@ class InferenceServicer:
 
     def Chat(self, request, context):
         """Answers a conversation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
+        answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +126,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Chat,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -185,6 +203,33 @@ class Inference:
             '/baton.v1.Inference/Chat',
             baton_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.ChatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Inference/Resume',
+            baton_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
             options,
             channel_credentials,
             insecure,

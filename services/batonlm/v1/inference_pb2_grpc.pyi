@@ -37,6 +37,10 @@ class InferenceStub:
     """Continues a text or a list of token ids."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
     """Answers a conversation."""
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]
+    """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
+    answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models served."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
@@ -53,6 +57,10 @@ class InferenceAsyncStub(InferenceStub):
     """Continues a text or a list of token ids."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a conversation."""
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
+    answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models served."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
@@ -78,6 +86,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ChatResponse], _abc.AsyncIterator[_inference_pb2.ChatResponse]]:
         """Answers a conversation."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeResponse], _abc.AsyncIterator[_inference_pb2.ResumeResponse]]:
+        """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
+        answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from batonlm.core.request.request import Request, TextPrompt
-from batonlm.core.request.resumption import StreamPosition
+from batonlm.core.request.resumption import StreamPosition, keyed_stream_id
 from batonlm.rpc.errors import from_rpc_error
 from batonlm.v1 import inference_pb2 as pb
-from tests.services.router.conftest import World
+from tests.services.router.conftest import World, until
 from tests.services.router.test_servicer import PROMPT, Face, faced, options
 
 REQUEST = Request(TextPrompt(PROMPT), max_tokens=20, ignore_eos=True, n=2)
@@ -83,3 +83,57 @@ async def test_a_wrong_id_names_its_field(face: Face) -> None:
         error = from_rpc_error(failed.value)
         assert error.field == "options.last_event_id"
         assert error.message.startswith("last_event_id is")
+
+
+KEY = ("idempotency-key", "k")
+
+
+async def test_a_key_has_the_same_tokens_at_any_router(world: World) -> None:
+    """It runs again there, as a request of its own."""
+    await world.start()
+    keyed = replace(REQUEST, keyed_stream_id=keyed_stream_id("", "k", 0))
+    first, second = await world.ask(keyed), await world.ask(keyed)
+    assert first.accepted.request_id != second.accepted.request_id
+    assert first.accepted.seed == second.accepted.seed and first.token_ids == second.token_ids
+    other = await world.ask(replace(REQUEST, keyed_stream_id=keyed_stream_id("", "l", 0)))
+    assert other.token_ids != first.token_ids
+
+
+async def test_a_kept_stream_over_grpc(face: Face) -> None:
+    face.world.pipeline.kept.kept_s = 3600.0
+    request = pb.GenerateRequest(
+        text=PROMPT, options=options(n=2, return_token_ids=True, event_ids=True)
+    )
+    whole = [
+        answer.event async for answer in face.stub.Generate(request, timeout=120, metadata=(KEY,))
+    ]
+    for count in range(1, len(whole)):
+        asked = pb.ResumeRequest(last_event_id=whole[count - 1].id)
+        rest = [answer.event async for answer in face.stub.Resume(asked, timeout=120)]
+        assert shown(whole[:count] + rest) == shown(whole)
+        assert rest[0].accepted == whole[0].accepted and rest[-1] == whole[-1]
+    again = face.stub.Generate(request, timeout=120, metadata=(KEY,))
+    assert [answer.event async for answer in again] == whole
+    assert len(face.world.decodes[0].starts) == 2, "one of each choice"
+    request.text = "another"
+    with pytest.raises(grpc.aio.AioRpcError) as reused:
+        async for _ in face.stub.Generate(request, timeout=120, metadata=(KEY,)):
+            pass
+    assert from_rpc_error(reused.value).message.startswith("Idempotency-Key was")
+    face.world.pipeline.kept.close()
+    with pytest.raises(grpc.aio.AioRpcError) as missing:
+        async for _ in face.stub.Resume(asked, timeout=120):
+            pass
+    assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "options.last_event_id" in from_rpc_error(missing.value).message
+    assert face.world.nothing_left()
+
+
+async def test_a_run_ends_that_nobody_reads(face: Face) -> None:
+    """Its client has gone, and so has everything of it when it is not continued in time."""
+    face.world.pipeline.kept.kept_s = 0.01
+    request = pb.GenerateRequest(text=PROMPT, options=options(event_ids=True))
+    request.options.stop.max_tokens = 100_000
+    async for _ in face.stub.Generate(request, timeout=120):
+        break
+    await until(face.world.nothing_left)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import openai
 from prometheus_client.registry import Collector
@@ -45,7 +45,8 @@ from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.app import HttpApp
-from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.request.kept import KeptStreams
+from batonlm.router.request.pipeline import Pipeline, left
 from batonlm.router.workers.tokenizers import EncodedPrompt
 from batonlm.rpc.server import ProcessServer
 
@@ -64,7 +65,8 @@ class Scripted:
     """hold: if set, every answer stops after its first character until `release`.
 
     refusal: raised by open. away: by turn_away. failure: raised after the first character.
-    together: how many characters a delta has. admission: has room for what is received.
+    together: how many characters a delta has. admission: has room for what is received. kept: by
+    default it keeps no streams.
     """
 
     hold: bool = False
@@ -93,6 +95,21 @@ class Scripted:
     release: asyncio.Event = field(default_factory=asyncio.Event)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
+    kept: KeptStreams = field(init=False)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.keep(most_of_tenant=0)
+
+    def keep(self, **bounds: Any) -> None:
+        """Has streams kept from now on. bounds: see KeptStreams."""
+        self.kept = KeptStreams(cast(Any, self.open), self._background, left, **bounds)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return task
 
     def explain(self, request_id: str, tenant: Tenant) -> RequestRecord:
         if self.record is None or (request_id, tenant.name) != (

@@ -255,6 +255,15 @@ class Request:
     router can repeat."""
     resumes: StreamPosition | None = None
     """What the client has of an earlier run's stream, which this one continues."""
+    keyed_stream_id: str = ""
+    """The id of its stream where that follows from the client's idempotency key; else empty."""
+
+    def stream_id(self, request_id: str) -> str:
+        """Returns the id of its stream, from which what is left to chance follows. request_id: of
+        this run, which is that of a stream that it begins without a key."""
+        if self.resumes is not None:
+            return self.resumes.stream_id
+        return self.keyed_stream_id or request_id
 
     def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
         """Returns the request with the tenant of its API key and the trace context of its caller.

@@ -99,7 +99,8 @@ class StreamPosition:
     """What a client has of a stream."""
 
     stream_id: str
-    """The id of the request that began it. Nobody can guess it."""
+    """The id of the request that began it, which nobody can guess, or that of its idempotency key.
+    """
     created: int = 0
     """When it began, in seconds since 1970, where its events say so."""
     choices: tuple[ChoicePosition, ...] = ()
@@ -140,6 +141,13 @@ def _mark(stream_id: str, tenant: str) -> str:
     return blake2b(
         tenant.encode(), key=bytes.fromhex(stream_id), digest_size=_MARK_BYTES
     ).hexdigest()
+
+
+def keyed_stream_id(tenant: str, key: str, place: int) -> str:
+    """Returns the id of the stream of a request with an idempotency key: the same at any router.
+    place: of the prompt in its call."""
+    words = "\0".join((tenant, str(place), key))
+    return blake2b(words.encode(), digest_size=16, person=b"baton key").hexdigest()
 
 
 class EventIds:

@@ -3,6 +3,7 @@ field names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from batonlm.core.errors import BatonError, InvalidArgument
@@ -10,6 +11,9 @@ from batonlm.core.request.request import Grammar, GrammarKind
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_CHOICES = 1024
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""A header over HTTP, metadata over gRPC."""
+_KEY = re.compile(r"[ -~]{1,255}", re.ASCII)
 
 _PREDICATES = ("must ", "cannot be ", "takes ", "is not supported ")
 """Beginnings of messages that describe their field without naming it."""
@@ -29,6 +33,20 @@ def choice(texts: Sequence[str], field: str) -> Grammar:
     if not all(texts):
         raise InvalidArgument(f"{field} must not have an empty text", field=field)
     return Grammar(GrammarKind.REGEX, "|".join("".join(map(_literal, text)) for text in texts))
+
+
+def checked_key(text: str) -> str:
+    """Returns the idempotency key that a client sent, with or without the quotes of a structured
+    field. Raises InvalidArgument."""
+    key = text.strip()
+    if len(key) > 1 and key[0] == key[-1] == '"':
+        key = key[1:-1]
+    if not _KEY.fullmatch(key):
+        raise InvalidArgument(
+            f"{IDEMPOTENCY_KEY} must have 1 to 255 printable ASCII characters",
+            field=IDEMPOTENCY_KEY,
+        )
+    return key
 
 
 def _literal(character: str) -> str:

@@ -112,10 +112,8 @@ class RequestContext:
 
     @property
     def stream_id(self) -> str:
-        """The id of the request that began its stream: its own, unless it continues another's.
-        What is left to chance follows from it."""
-        resumes = self.request.resumes
-        return self.request_id if resumes is None else resumes.stream_id
+        """See `Request.stream_id`."""
+        return self.request.stream_id(self.request_id)
 
     @property
     def caller(self) -> AskedBy:

@@ -47,6 +47,7 @@ from batonlm.router.request.admission import (
     is_clients_fault,
 )
 from batonlm.router.request.cascade import Cascades
+from batonlm.router.request.kept import KeptStreams
 from batonlm.router.request.pacing import DeferredCalls, LoadMonitor
 from batonlm.router.request.preparation import Preparation, Prepared
 from batonlm.router.request.runner import RequestRunner
@@ -285,6 +286,7 @@ class Pipeline:
         dispatcher.on_waiting = self._shadows.drop
         self._cascades = Cascades(self, metrics.cascades)
         self._upstreams = Upstreams()
+        self.kept = KeptStreams(self.open, self._keep, left)
         self._forwarded: set[UpstreamStream] = set()
         self._num_requests = 0
         self._leaving = False
@@ -650,6 +652,7 @@ class Pipeline:
     async def close(self) -> None:
         """Cancels all running requests."""
         self.cut()
+        self.kept.close()
         await self._shadows.close()
         for stream in [*self._forwarded]:
             await stream.aclose()

@@ -32,9 +32,10 @@ from batonlm.core.request.request import (
     VectorInput,
     VectorPrompt,
 )
-from batonlm.core.request.resumption import EventIds, StreamPosition
+from batonlm.core.request.resumption import EventIds, StreamPosition, keyed_stream_id
 from batonlm.router.api.grpc.access import caller, deadline_s
-from batonlm.router.api.translation import ANY_OBJECT, choice
+from batonlm.router.api.translation import ANY_OBJECT, IDEMPOTENCY_KEY, checked_key, choice
+from batonlm.router.request.kept import not_kept
 from batonlm.router.request.pipeline import EventStream, Pipeline
 from batonlm.router.workers.encoders import Vectors, floats
 from batonlm.rpc.calls import WriteTimeout
@@ -89,6 +90,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> None:
         await self._answer(request, chat_from_proto, pb.ChatResponse, context)
 
+    async def Resume(  # type: ignore[override]
+        self,
+        request: pb.ResumeRequest,
+        context: grpc.aio.ServicerContext[pb.ResumeRequest, pb.ResumeResponse],
+    ) -> None:
+        tenant = caller(context)
+        with self._pipeline.receive(tenant, request.ByteSize()) as holding:
+            try:
+                found = await resumed(self._pipeline, request, tenant, holding)
+                await self._write(*found, pb.ResumeResponse, context)
+            except BatonError as error:
+                raise with_hint(error) from error
+
     async def ListModels(
         self,
         request: pb.ListModelsRequest,
@@ -142,15 +156,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request, stream = await opened(
                     self._pipeline, message, read, lambda: deadline_s(context),
                     tenant=tenant, trace=trace, holding=holding,
+                    idempotency_key=_idempotency_key(context),
                 )  # fmt: skip
-                events = EventMessages(request)
-                async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
-                    async for event in stream:
-                        response = new()
-                        if events.put(event, response.event):
-                            await stall.watch(context.write(response))
+                await self._write(request, stream, new, context)
             except BatonError as error:
                 raise in_client_words(error) from error
+
+    async def _write(
+        self,
+        request: Request,
+        stream: EventStream,
+        new: Callable[[], Any],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Writes the events of a stream, and closes it."""
+        events = EventMessages(request)
+        async with aclosing(stream), WriteTimeout(self._stall_timeout_s) as stall:
+            async for event in stream:
+                response = new()
+                if events.put(event, response.event):
+                    await stall.watch(context.write(response))
+
+
+def _idempotency_key(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    for name, value in context.invocation_metadata() or ():
+        if name == IDEMPOTENCY_KEY.lower():
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return None
 
 
 def listed_models(pipeline: Pipeline) -> pb.ListModelsResponse:
@@ -237,16 +269,33 @@ async def opened(
     tenant: Tenant,
     trace: TraceContext,
     holding: Holding,
+    idempotency_key: str | None = None,
 ) -> tuple[Request, EventStream]:
-    """Starts the request of a message. The caller closes the stream. read: `generate_from_proto` or
-    `chat_from_proto`. Raises BatonError."""
+    """Starts the request of a message, or reads what runs for its idempotency key. The caller
+    closes the stream. read: `generate_from_proto` or `chat_from_proto`. Raises BatonError."""
     pipeline.turn_away(tenant, message.options.priority)
     with pipeline.reading(tenant):
         request = read(message, deadline_s()).of(tenant, trace)
         if message.options.last_event_id:
             position = StreamPosition.parse(message.options.last_event_id, tenant.name)
             request = replace(request, resumable=True, resumes=position)
-    return request, await pipeline.open(request, holding)
+        if idempotency_key is not None:
+            key = checked_key(idempotency_key)
+            request = replace(request, keyed_stream_id=keyed_stream_id(tenant.name, key, 0))
+    return request, await pipeline.kept.open(request, holding)
+
+
+async def resumed(
+    pipeline: Pipeline, message: pb.ResumeRequest, tenant: Tenant, holding: Holding
+) -> tuple[Request, EventStream]:
+    """Reads a stream that this router has. The caller closes it. Raises BatonError."""
+    with pipeline.reading(tenant):
+        position = StreamPosition.parse(message.last_event_id, tenant.name)
+        kept = pipeline.kept.find(tenant, position.stream_id)
+        if kept is None:
+            raise not_kept("options.last_event_id")
+    request = replace(kept.request, resumable=True, resumes=position)
+    return request, await pipeline.kept.open(request, holding)
 
 
 _FIELDS = {
@@ -365,7 +414,7 @@ class EventMessages:
     def _put_with_id(self, event: Event, message: pb.GenerationEvent) -> bool:
         request, ids = self._request, self._ids
         if isinstance(event, Accepted):
-            position = request.resumes or StreamPosition(event.request_id)
+            position = request.resumes or StreamPosition(request.stream_id(event.request_id))
             ids = self._ids = EventIds(position, request.tenant.name, request.n)
         assert ids is not None
         if isinstance(event, Delta):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
@@ -35,7 +35,7 @@ from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
 from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
-from batonlm.router.api.http.generation import Generation
+from batonlm.router.api.http.generation import Generation, KeptStreamRoute
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
 from batonlm.router.api.http.responses import HttpError, Json, encode, json_response, send_error
@@ -131,11 +131,12 @@ class HttpApp:
                 pipeline, bodies, UnloadAdapterBody, unload_adapter
             ),
         }
-        gets = {
+        gets: dict[str, Any] = {
             "/models": self._list_models,
             # A path, because names such as "organisation/model" have slashes.
             "/models/{model:path}": self._show_model,
             "/requests/{id}": explain_endpoint(pipeline, others.find if others else None),
+            "/streams/{id}": KeptStreamRoute(pipeline),
         }
         document = Response(encode(openapi_document()), media_type="application/json")
         docs = Response(

@@ -35,6 +35,7 @@ from batonlm.router.api.grpc.access import bounded_s
 from batonlm.router.api.grpc.inference import (
     SERVICE,
     EventMessages,
+    RequestMessage,
     VectorMessage,
     chat_from_proto,
     embed_from_proto,
@@ -43,6 +44,7 @@ from batonlm.router.api.grpc.inference import (
     in_client_words,
     listed_models,
     opened,
+    resumed,
     score_from_proto,
     score_response,
     vectors,
@@ -59,7 +61,8 @@ from batonlm.router.api.http.responses import (
     error_status,
     send_parts,
 )
-from batonlm.router.request.pipeline import Pipeline, left
+from batonlm.router.api.translation import IDEMPOTENCY_KEY
+from batonlm.router.request.pipeline import EventStream, Pipeline, left
 from batonlm.router.workers.encoders import Vectors
 from batonlm.rpc.errors import grpc_code, to_status
 from batonlm.rpc.tracing import context_of
@@ -87,10 +90,9 @@ _CODES = {413: "resource_exhausted", 415: "unimplemented", 421: "permission_deni
 def connect_routes(pipeline: Pipeline, bodies: Bodies) -> list[BaseRoute]:
     """Returns the routes of the service's methods."""
     apps: dict[str, ASGIApp] = {
-        "Chat": _Stream(pipeline, bodies, pb.ChatRequest, chat_from_proto, pb.ChatResponse),
-        "Generate": _Stream(
-            pipeline, bodies, pb.GenerateRequest, generate_from_proto, pb.GenerateResponse
-        ),
+        "Chat": _Stream(pipeline, bodies, pb.ChatRequest, _chat, pb.ChatResponse),
+        "Generate": _Stream(pipeline, bodies, pb.GenerateRequest, _generate, pb.GenerateResponse),
+        "Resume": _Stream(pipeline, bodies, pb.ResumeRequest, _resume, pb.ResumeResponse),
         "ListModels": _Unary(pipeline, bodies, pb.ListModelsRequest, _list_models),
         "Embed": _Unary(pipeline, bodies, pb.EmbedRequest, _embed),
         "Score": _Unary(pipeline, bodies, pb.ScoreRequest, _score),
@@ -123,7 +125,7 @@ async def send_failure(scope: Scope, send: Send, error: Failure, request_id: str
 
 
 def _kinds(path: str) -> tuple[bytes, bytes]:
-    streams = path.removeprefix(PREFIX) in ("Chat", "Generate")
+    streams = path.removeprefix(PREFIX) in ("Chat", "Generate", "Resume")
     return (_JSON_STREAM, _PROTO_STREAM) if streams else (_JSON, _PROTO)
 
 
@@ -145,7 +147,7 @@ def _error_document(error: Failure, request_id: str) -> Json:
 
 
 Asked = tuple[Pipeline, Scope, Holding]
-"""What a method that does not stream needs besides its message."""
+"""What a method needs besides its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,32 @@ def _trace(scope: Scope) -> TraceContext:
     return context_of([(name.decode("latin-1"), value) for name, value in scope["headers"]])
 
 
+async def _chat(message: pb.ChatRequest, asked: Asked) -> tuple[Request, EventStream]:
+    return await _opened(message, chat_from_proto, asked)
+
+
+async def _generate(message: pb.GenerateRequest, asked: Asked) -> tuple[Request, EventStream]:
+    return await _opened(message, generate_from_proto, asked)
+
+
+async def _resume(message: pb.ResumeRequest, asked: Asked) -> tuple[Request, EventStream]:
+    pipeline, scope, holding = asked
+    return await resumed(pipeline, message, caller(scope), holding)
+
+
+async def _opened(
+    message: RequestMessage, read: Callable[[RequestMessage, float | None], Request], asked: Asked
+) -> tuple[Request, EventStream]:
+    pipeline, scope, holding = asked
+    headers = dict(scope["headers"])
+    key: bytes | None = headers.get(IDEMPOTENCY_KEY.lower().encode())
+    return await opened(
+        pipeline, message, read, lambda: _timeout_s(headers),
+        tenant=caller(scope), trace=_trace(scope), holding=holding,
+        idempotency_key=None if key is None else key.decode("latin-1"),
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Stream:
     """An ASGI app of a method that streams. Raises BatonError or HttpError only before anything is
@@ -214,7 +242,7 @@ class _Stream:
     pipeline: Pipeline
     bodies: Bodies
     message: type[Any]
-    read: Callable[[Any, float | None], Request]
+    open: Callable[[Any, Asked], Awaitable[tuple[Request, EventStream]]]
     answer: Callable[[], Any]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,10 +266,7 @@ class _Stream:
     async def _respond(
         self, message: Any, scope: Scope, holding: Holding, envelopes: _Envelopes
     ) -> None:
-        request, stream = await opened(
-            self.pipeline, message, self.read, lambda: _timeout_s(dict(scope["headers"])),
-            tenant=caller(scope), trace=_trace(scope), holding=holding,
-        )  # fmt: skip
+        request, stream = await self.open(message, (self.pipeline, scope, holding))
         error: Json | None = None
         events = EventMessages(request)
         async with aclosing(stream):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
@@ -17,7 +17,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError, Internal
+from batonlm.core.errors import BatonError, Internal, InvalidArgument
 from batonlm.core.request.request import Accepted, Delta, Request, join_deltas
 from batonlm.core.request.resumption import EventIds, StreamPosition
 from batonlm.router.api.http.access import caller
@@ -30,8 +30,16 @@ from batonlm.router.api.http.parse import (
     listed,
     most_urgent,
 )
-from batonlm.router.api.http.responses import Header, Json, encode, error_document, send_json
-from batonlm.router.api.translation import in_client_words
+from batonlm.router.api.http.responses import (
+    Header,
+    HttpError,
+    Json,
+    encode,
+    error_document,
+    send_json,
+)
+from batonlm.router.api.translation import IDEMPOTENCY_KEY, in_client_words
+from batonlm.router.request.kept import KeyReused, StillRunning, not_kept
 from batonlm.router.request.pipeline import EventStream, Pipeline, left
 from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import context_of
@@ -59,29 +67,45 @@ class Generation:
             headers = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
             given = dict(headers)
             last_event_id = given.get(LAST_EVENT_ID_HEADER.lower())
+            key = given.get(IDEMPOTENCY_KEY.lower())
             with self.pipeline.reading(tenant):
                 call = self.parse(body.raw).of(tenant, context_of(headers))
                 if last_event_id is not None:
                     call = call.with_event_ids(last_event_id.decode("latin-1").strip())
                 elif call.stream and _says_yes(given.get(RESUME_HEADER)):
                     call = call.with_event_ids(None)
+                if key is not None:
+                    call = call.with_idempotency_key(key.decode("latin-1"))
             body.raw = b""
-            events = EventWriter(send)
-            try:
-                work = self._respond(
-                    call,
-                    body.holding,
-                    send,
-                    events,
-                    with_timings=_says_yes(given.get("x-baton-timings")),
-                )
-                await while_connected(receive, work)
-            except asyncio.CancelledError:
-                # The server closes; the request's resources are released.
-                await events.break_off(error_document(left()))
-                raise
-            except BatonError as error:
-                raise in_client_words(error, call.names) from error
+            await self.respond(call, body.holding, given, receive, send)
+
+    async def respond(
+        self,
+        call: GenerationCall,
+        holding: Holding,
+        given: Mapping[str, bytes],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Answers a call. given: the headers. Raises as `__call__` does."""
+        events = EventWriter(send)
+        with_timings = _says_yes(given.get("x-baton-timings"))
+        try:
+            work = self._respond(call, holding, send, events, with_timings=with_timings)
+            await while_connected(receive, work)
+        except asyncio.CancelledError:
+            # The server closes; the request's resources are released.
+            await events.break_off(error_document(left()))
+            raise
+        except KeyReused as error:
+            raise HttpError(
+                422, error.message, code="idempotency_key_reused", headers=()
+            ) from error
+        except StillRunning as error:
+            code = "idempotency_key_in_use"
+            raise HttpError(409, error.message, code=code, headers=()) from error
+        except BatonError as error:
+            raise in_client_words(error, call.names) from error
 
     async def _respond(
         self,
@@ -92,7 +116,7 @@ class Generation:
         *,
         with_timings: bool,
     ) -> None:
-        async with _opened(self.pipeline, call.requests, holding) as opened:
+        async with _opened(self.pipeline, call.requests, holding, View(self, call)) as opened:
             accepted = [first for first, _ in opened]
             streams = [stream for _, stream in opened]
             created = int(time.time()) if call.resumes is None else call.resumes.created
@@ -189,7 +213,7 @@ async def _pump_with_ids(
 
 def _event_ids(call: GenerationCall, accepted: Accepted, created: int) -> EventIds:
     """Raises InvalidArgument."""
-    position = call.resumes or StreamPosition(accepted.request_id, created)
+    position = call.resumes or StreamPosition(call.stream_id(accepted), created)
     return EventIds(position, call.requests[0].tenant.name, call.n)
 
 
@@ -197,9 +221,44 @@ def _says_yes(value: bytes | None) -> bool:
     return value is not None and value.strip().lower() in (b"true", b"1")
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a kept stream is shown again: as by the call that began it."""
+
+    generation: Generation
+    call: GenerationCall
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStreamRoute:
+    """An ASGI app: GET of a stream that this router runs, or has run a moment ago. Raises
+    BatonError or HttpError only before anything is sent."""
+
+    pipeline: Pipeline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = caller(scope)
+        given = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        last = given.get(LAST_EVENT_ID_HEADER.lower())
+        # Chunks have ids with a prefix, as chatcmpl-ID and cmpl-ID.
+        stream_id = scope["path_params"]["id"].rpartition("-")[2]
+        with self.pipeline.receive(tenant, 0) as holding:
+            with self.pipeline.reading(tenant):
+                kept = self.pipeline.kept.find(tenant, stream_id)
+                if kept is None or not isinstance(kept.view, View) or not kept.view.call.resumable:
+                    raise not_kept(LAST_EVENT_ID_HEADER)
+                call = kept.view.call.resuming(StreamPosition(stream_id, kept.created))
+                if last is not None:
+                    call = call.with_event_ids(last.decode("latin-1").strip())
+                if call.resumes is None or call.resumes.stream_id != stream_id:
+                    text = f"{LAST_EVENT_ID_HEADER} is of another stream"
+                    raise InvalidArgument(text, field=LAST_EVENT_ID_HEADER)
+            await kept.view.generation.respond(call, holding, given, receive, send)
+
+
 @asynccontextmanager
 async def _opened(
-    pipeline: Pipeline, requests: Sequence[Request], holding: Holding
+    pipeline: Pipeline, requests: Sequence[Request], holding: Holding, view: View
 ) -> AsyncIterator[list[tuple[Accepted, EventStream]]]:
     """Opens all requests; yields their Accepted events and streams in order. If one fails, raises
     the first failure and opens none. Closes every stream on exit."""
@@ -211,7 +270,7 @@ async def _opened(
             closing.enter_context(part)
 
         async def open_one(position: int, request: Request) -> None:
-            stream = await pipeline.open(request, parts[position])
+            stream = await pipeline.kept.open(request, parts[position], view)
             closing.push_async_callback(stream.aclose)
             first = await anext(stream)
             if not isinstance(first, Accepted):

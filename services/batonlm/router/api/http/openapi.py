@@ -25,6 +25,7 @@ from batonlm.router.api.http.schema import (
     TokenizeBody,
     UnloadAdapterBody,
 )
+from batonlm.router.api.translation import IDEMPOTENCY_KEY
 
 _ERRORS = {
     400: "A parameter has a value that it cannot have; `param` names it.",
@@ -32,10 +33,12 @@ _ERRORS = {
     403: "The key is not an operator's.",
     404: "There is no such model, or no such request of the caller's.",
     408: "The request did not arrive in time.",
+    409: "The request with this Idempotency-Key runs, and its answer cannot be told twice.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     421: "The router asks for no keys, and does not answer under this Host.",
-    422: "Workers died of this request; it must not be sent again.",
+    422: "Workers died of this request, which must not be sent again, or its Idempotency-Key was "
+    "sent with another one.",
     429: "Too much is asked for at once; `retry-after` says when to come back.",
     500: "A fault of Baton's own.",
     501: "Not offered by this server.",
@@ -63,6 +66,7 @@ _STREAM_HEADERS = {
 _RESUMING = {
     RESUME_HEADER: "`true`: the events of a stream have ids.",
     LAST_EVENT_ID_HEADER: "The stream goes on after the event with this id.",
+    IDEMPOTENCY_KEY: "While a request with this key runs, the same one is answered by its run.",
 }
 _STRING: Json = {"type": "string"}
 
@@ -164,6 +168,13 @@ def _paths() -> Json:
             _json({"oneOf": [answers.Explained, answers.ReplayFile]}),
             request_id,
             replay,
+        ),
+        "/v1/streams/{id}": _get(
+            "readStream",
+            "A stream of the caller's, with ids of events, that this router runs or has just run",
+            {"text/event-stream": {"schema": _STRING}},
+            _parameter("id", "path", "Of its chunks: the part of an event's id before the dot."),
+            _parameter(LAST_EVENT_ID_HEADER, "header", _RESUMING[LAST_EVENT_ID_HEADER]),
         ),
         "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
         "/metrics": _get(

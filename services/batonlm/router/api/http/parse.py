@@ -33,7 +33,7 @@ from batonlm.core.request.request import (
     ToolChoice,
     ToolUse,
 )
-from batonlm.core.request.resumption import FIELD, StreamPosition
+from batonlm.core.request.resumption import FIELD, StreamPosition, keyed_stream_id
 from batonlm.core.request.validation import REQUEST_RANGES, validate
 from batonlm.router.api.http.responses import encode
 from batonlm.router.api.http.schema import (
@@ -50,7 +50,13 @@ from batonlm.router.api.http.schema import (
     client_names,
     decode,
 )
-from batonlm.router.api.translation import ANY_OBJECT, choice, in_client_words, lark_or_gbnf
+from batonlm.router.api.translation import (
+    ANY_OBJECT,
+    checked_key,
+    choice,
+    in_client_words,
+    lark_or_gbnf,
+)
 
 RESUME_HEADER, LAST_EVENT_ID_HEADER = "x-baton-resume", "Last-Event-ID"
 
@@ -120,8 +126,19 @@ class GenerationCall:
         return replace(self, requests=requests)
 
     def stream_id(self, accepted: Accepted) -> str:
-        """Returns the id of the stream: of the one that this call continues, or its own."""
-        return accepted.request_id if self.resumes is None else self.resumes.stream_id
+        """Returns the id of the stream: of the one that this call continues, that of its key, or
+        its own."""
+        return self.requests[0].stream_id(accepted.request_id)
+
+    def with_idempotency_key(self, key: str) -> GenerationCall:
+        """Returns the call, whose tenant is known, as one that runs once for this key. Raises
+        InvalidArgument."""
+        key = checked_key(key)
+        requests = tuple(
+            replace(each, keyed_stream_id=keyed_stream_id(each.tenant.name, key, place))
+            for place, each in enumerate(self.requests)
+        )
+        return replace(self, requests=requests)
 
     def with_event_ids(self, last_event_id: str | None) -> GenerationCall:
         """Returns the call, whose tenant is known, as one with a resumable stream. last_event_id:
@@ -142,6 +159,11 @@ class GenerationCall:
                 raise in_client_words(error, names) from None
         request = replace(request, resumable=True, resumes=position)
         return replace(self, requests=(request,), names=names)
+
+    def resuming(self, position: StreamPosition) -> GenerationCall:
+        """Returns the call, whose stream has ids of events, as one that goes on with it."""
+        (request,) = self.requests
+        return replace(self, requests=(replace(request, resumes=position),))
 
 
 def most_urgent(raw: bytes, tenant: Tenant) -> int:

@@ -1,0 +1,278 @@
+"""Streams that are kept: by their ids, and by an idempotency key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from batonlm.core.errors import Overloaded, Unavailable
+from batonlm.router.api.http.access import HttpAccess
+from batonlm.router.api.http.server import HttpServer, serve_http
+from tests.services.router_http.scripted import Scripted, http_app, whole_answer
+from tests.services.router_http.test_resuming import (
+    BODIES,
+    COMPLETION,
+    Named,
+    gathered,
+    stream,
+)
+
+ALWAYS_S = 3600.0
+"""Nothing that these tests keep is forgotten by its age."""
+BODY = {"prompt": "abc", "max_tokens": 9}
+
+
+@pytest.fixture(autouse=True)
+def keep(frontend: Scripted) -> None:
+    frontend.keep(kept_s=ALWAYS_S)
+
+
+async def send(
+    http: httpx.AsyncClient, key: str, body: dict[str, Any] = BODY, **headers: str
+) -> httpx.Response:
+    return await http.post(COMPLETION, json=body, headers={"idempotency-key": key, **headers})
+
+
+def events_of(text: str) -> list[tuple[str, str]]:
+    found = []
+    for event in text.split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in event.split("\n"))
+        found.append((fields.get("id", ""), fields["data"]))
+    return found
+
+
+async def get(http: httpx.AsyncClient, stream_id: str, last: str = "") -> list[tuple[str, str]]:
+    headers = {"last-event-id": last} if last else {}
+    response = await http.get(f"/v1/streams/{stream_id}", headers=headers)
+    assert response.status_code == 200, response.text
+    return events_of(response.text)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_same_key_runs_once(
+    http: httpx.AsyncClient, frontend: Scripted, *, streams: bool
+) -> None:
+    frontend.hold = True
+    body = BODY | {"stream": streams, "prompt": ["abc", "d"]}
+    first = asyncio.create_task(send(http, "k", body))
+    await frontend.started.wait()
+    second = asyncio.create_task(send(http, '"k"', body))
+    frontend.release.set()
+    one, other = await first, await second
+    assert len(frontend.seen) == 2, "one of each prompt"
+    assert one.status_code == other.status_code == 200
+    if streams:
+        told = [gathered([data for _, data in events_of(each.text)]) for each in (one, other)]
+        assert told[0][0] == told[1][0]
+    else:
+        assert one.json()["choices"] == other.json()["choices"]
+    for name in ("x-request-id", "x-baton-request-id", "x-baton-seed"):
+        assert one.headers[name] == other.headers[name]
+    assert one.headers["x-request-id"] != one.headers["x-baton-request-id"]
+
+
+async def test_an_answer_can_be_streamed_where_it_was_not(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    whole = (await send(http, "k")).json()["choices"][0]["text"]
+    later = await send(http, "k", BODY | {"stream": True}, **{"x-baton-resume": "1"})
+    choices, _ = gathered([data for _, data in events_of(later.text)])
+    assert choices[0]["text"] == whole
+    assert len(frontend.seen) == 1
+
+
+async def test_another_request_under_a_key_is_refused(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    await send(http, "k")
+    refused = await send(http, "k", BODY | {"max_tokens": 8})
+    assert refused.status_code == 422
+    assert refused.json()["error"]["code"] == "idempotency_key_reused"
+    assert refused.json()["error"]["message"].startswith("Idempotency-Key was")
+    assert (await send(http, "other", BODY | {"max_tokens": 8})).status_code == 200
+    assert len(frontend.seen) == 2
+
+
+@pytest.mark.parametrize("key", ["", '""', "k" * 256, "é".encode("latin-1")])
+async def test_a_key_has_a_form(http: httpx.AsyncClient, frontend: Scripted, key: str) -> None:
+    response = await send(http, key)
+    assert response.status_code == 400 and not frontend.seen
+    assert response.json()["error"]["param"] == "Idempotency-Key"
+
+
+async def test_a_failure_is_not_kept(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    frontend.failure = Unavailable("no worker is ready")
+    assert (await send(http, "k")).status_code == 503
+    frontend.failure, frontend.refusal = None, Overloaded("full")
+    assert (await send(http, "k")).status_code == 429
+    frontend.refusal = None
+    assert (await send(http, "k")).status_code == 200
+    assert len(frontend.seen) == 3
+
+
+async def test_the_client_comes_back(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    """Its connection breaks while the request runs."""
+    frontend.hold = True
+    headers = {"x-baton-resume": "1"}
+    lines: list[str] = []
+    async with http.stream(
+        "POST", COMPLETION, json=BODY | {"stream": True}, headers=headers
+    ) as response:
+        async for line in response.aiter_lines():
+            lines.append(line)
+            if not line:
+                break
+    known = events_of("\n".join([*lines, ""]))
+    ((last_id, _),) = known
+    stream_id = last_id.partition(".")[0]
+    reading = asyncio.create_task(get(http, stream_id, last_id))
+    frontend.release.set()
+    rest = await reading
+    whole = await get(http, f"cmpl-{stream_id}")
+    assert known + rest == whole and whole[-1][1] == "[DONE]"
+    assert len(frontend.seen) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_the_rest_is_there_for_a_while(
+    http: httpx.AsyncClient, frontend: Scripted, path: str, body: dict[str, Any]
+) -> None:
+    whole = await stream(http, path, body, x_baton_resume="1")
+    stream_id = whole[0][0].partition(".")[0]
+    assert await get(http, stream_id) == whole
+    for count in range(1, len(whole)):
+        last = whole[count - 1][0]
+        assert whole[:count] + await get(http, stream_id, last) == whole
+        # The request itself is answered by what is kept, too.
+        assert whole[:count] + await stream(http, path, body, last_event_id=last) == whole
+    assert len(frontend.seen) == 1
+
+
+async def test_another_body_runs(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    whole = await stream(http, COMPLETION, {"prompt": "abc"}, x_baton_resume="1")
+    rest = await stream(http, COMPLETION, {"prompt": "other"}, last_event_id=whole[2][0])
+    assert json.loads(rest[-1][1])["error"]["param"] == "Last-Event-ID"
+    assert len(frontend.seen) == 2
+
+
+async def test_what_is_not_here_says_what_to_do(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    await send(http, "k")
+    plain = await http.post(COMPLETION, json=BODY | {"stream": True})
+    for stream_id in ("0" * 32, plain.headers["x-request-id"], frontend.seen[0].keyed_stream_id):
+        missing = await http.get(f"/v1/streams/{stream_id}")
+        assert missing.status_code == 404
+        assert "Last-Event-ID" in missing.json()["error"]["message"]
+
+
+async def test_it_is_the_tenants_own(frontend: Scripted) -> None:
+    app = http_app(frontend, CollectorRegistry(), HttpAccess(Named()))
+    server: HttpServer = await serve_http(app, "127.0.0.1:0")
+    try:
+        base = f"http://{server.address}"
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+            owner: dict[str, Any] = {"authorization": "Bearer a"}
+            thief: dict[str, Any] = {"authorization": "Bearer b"}
+            whole = await stream(client, COMPLETION, BODY, x_baton_resume="1", **owner)
+            last = whole[1][0]
+            url = f"/v1/streams/{last.partition('.')[0]}"
+            assert (await client.get(url, headers=thief)).status_code == 404
+            found = await client.get(url, headers=owner | {"last-event-id": last})
+            assert whole[:2] + events_of(found.text) == whole
+            another = await stream(client, COMPLETION, BODY, x_baton_resume="1", **owner)
+            wrong = await client.get(url, headers=owner | {"last-event-id": another[1][0]})
+            assert wrong.status_code == 400
+            one = await send(client, "k", **owner)
+            other = await send(client, "k", BODY | {"max_tokens": 8}, **thief)
+            assert one.status_code == other.status_code == 200
+    finally:
+        await server.close()
+
+
+async def test_a_tenant_keeps_so_many(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    frontend.keep(kept_s=ALWAYS_S, most_of_tenant=1)
+    ended = await stream(http, COMPLETION, BODY, x_baton_resume="1")
+    frontend.hold = True
+    running = asyncio.create_task(send(http, "k"))
+    await until_seen(frontend, 2)
+    assert (await http.get(f"/v1/streams/{ended[0][0].partition('.')[0]}")).status_code == 404
+    assert (await send(http, "other")).status_code == 429
+    frontend.release.set()
+    # A stream is run without being kept.
+    rest = await stream(http, COMPLETION, BODY, last_event_id=ended[2][0])
+    assert ended[:3] + rest == ended
+    assert (await running).status_code == 200
+    assert (await send(http, "other")).status_code == 200
+
+
+async def test_what_is_too_long_is_not_kept(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    frontend.keep(kept_s=ALWAYS_S, most_entries=0)
+    frontend.hold = True
+    running = asyncio.create_task(send(http, "k"))
+    await frontend.started.wait()
+    again = await send(http, "k")
+    assert again.status_code == 409
+    assert again.json()["error"]["code"] == "idempotency_key_in_use"
+    frontend.release.set()
+    assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("kept_s", [0.0, 0.01])
+async def test_what_nobody_reads_ends(
+    http: httpx.AsyncClient, frontend: Scripted, kept_s: float
+) -> None:
+    frontend.keep(kept_s=kept_s)
+    frontend.hold = True
+    leaving = asyncio.create_task(send(http, "k"))
+    await frontend.started.wait()
+    leaving.cancel()
+    await asyncio.wait_for(frontend.closed.wait(), 120)
+    assert frontend.open_streams == 0
+
+
+async def until_seen(frontend: Scripted, count: int) -> None:
+    async with asyncio.timeout(120):
+        while len(frontend.seen) < count:  # noqa: ASYNC110 (it changes elsewhere)
+            await asyncio.sleep(0.002)
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "http.md"
+
+
+def program(section: str, server: HttpServer) -> str:
+    """The Python program of a section of the docs."""
+    text = PAGE.read_text().partition(f"\n## {section}\n")[2].partition("```python\n")[2]
+    return text.partition("```")[0].replace("http://127.0.0.1:8000", f"http://{server.address}")
+
+
+async def run(program: str, **known: Any) -> dict[str, Any]:
+    await asyncio.to_thread(exec, program, known)
+    return known
+
+
+async def test_the_programs_of_the_docs(
+    http: httpx.AsyncClient, server: HttpServer, frontend: Scripted
+) -> None:
+    path, body = BODIES[0]
+    whole = await stream(http, path, body, x_baton_resume="1")
+    first = whole[1][0]
+    found = await run(
+        program("What is still here", server), stream_id=first.partition(".")[0], event_id=first
+    )
+    assert found["text"] == whole_answer("<user>hello", 0)[1:]
+    assert len(frontend.seen) == 1
+    frontend.failure = Unavailable("no worker is ready")
+    frontend.closed.clear()
+    asking = asyncio.create_task(run(program("Idempotency-Key", server), **body))
+    await asyncio.wait_for(frontend.closed.wait(), 120)
+    frontend.failure = None
+    answer = (await asking)["answer"]
+    assert answer.choices[0].message.content == whole_answer("<user>hello", 0)
+    assert len({request.keyed_stream_id for request in frontend.seen[1:]}) == 1
