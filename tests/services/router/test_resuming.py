@@ -114,7 +114,7 @@ async def test_a_kept_stream_over_grpc(face: Face) -> None:
         assert rest[0].accepted == whole[0].accepted and rest[-1] == whole[-1]
     again = face.stub.Generate(request, timeout=120, metadata=(KEY,))
     assert [answer.event async for answer in again] == whole
-    assert len(face.world.decodes[0].starts) == 2, "one of each choice"
+    assert len(face.world.decodes[0].starts) == 1
     request.text = "another"
     with pytest.raises(grpc.aio.AioRpcError) as reused:
         async for _ in face.stub.Generate(request, timeout=120, metadata=(KEY,)):
@@ -133,7 +133,7 @@ async def test_a_run_ends_that_nobody_reads(face: Face) -> None:
     """Its client has gone, and so has everything of it when it is not continued in time."""
     face.world.pipeline.kept.kept_s = 0.01
     request = pb.GenerateRequest(text=PROMPT, options=options(event_ids=True))
-    request.options.stop.max_tokens = 100_000
+    request.options.stop.max_tokens = 1000
     async for _ in face.stub.Generate(request, timeout=120):
         break
     await until(face.world.nothing_left)
