@@ -59,6 +59,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
         yield pb.ChatResponse()
 
+    async def Resume(
+        self, request: pb.ResumeRequest, context: Any
+    ) -> AsyncIterator[pb.ResumeResponse]:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
+        yield pb.ResumeResponse()
+
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:
