@@ -21,7 +21,7 @@ from tests.e2e.relay import Relay
 
 INSTALL_S = 600
 RUN_S = 150
-PYTHON_CLIENTS = ("openai", "litellm", "llm", "grpcio", "grpcio-tools")
+PYTHON_CLIENTS = ("openai", "anthropic", "litellm", "llm", "grpcio", "grpcio-tools")
 NODE_CLIENTS = (
     "openai", "@bufbuild/buf", "@bufbuild/protobuf", "@bufbuild/protoc-gen-es",
     "@connectrpc/connect", "@connectrpc/connect-web",
@@ -30,7 +30,7 @@ PYTHON_AGENTS = (
     "langchain", "langchain-openai", "openai-agents", "pydantic-ai-slim[openai]", "instructor",
 )  # fmt: skip
 NODE_AGENTS = ("ai", "@ai-sdk/openai-compatible", "zod")
-TENANTS = ("openai", "node", "litellm", "llm", "grpcio")
+TENANTS = ("openai", "node", "anthropic", "litellm", "llm", "grpcio")
 TIGHT = "12"
 """Requests a minute of each tenant: two at once, then one every five seconds."""
 

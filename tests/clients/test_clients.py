@@ -33,6 +33,12 @@ def said(served: Served, *command: str | Path, tight: str, **more: str) -> dict[
 
 
 def check_texts(served: Served, got: dict[str, Any]) -> None:
+    check_chat(served, got)
+    assert got["completion"]
+    assert got.get("completion_streamed", got["completion"]) == got["completion"]
+
+
+def check_chat(served: Served, got: dict[str, Any]) -> None:
     """Against what Baton says to somebody who knows it."""
     chat = served.run(
         "curl", "-sS", f"{served.relay.http}/v1/chat/completions",
@@ -40,9 +46,8 @@ def check_texts(served: Served, got: dict[str, Any]) -> None:
         "-d", json.dumps({"messages": MESSAGES, "max_tokens": 12, "temperature": 0}),
     )  # fmt: skip
     assert got["chat"] == json.loads(chat)["choices"][0]["message"]["content"]
-    assert got["chat"] and got["completion"]
+    assert got["chat"]
     assert got.get("chat_streamed", got["chat"]) == got["chat"]
-    assert got.get("completion_streamed", got["completion"]) == got["completion"]
 
 
 @pytest.mark.parametrize("language", ["python", "node"])
@@ -60,6 +65,22 @@ def test_openai(served: Served, request: pytest.FixtureRequest, language: str) -
     assert got["errors"] == [
         ["NotFoundError", 404, "model", True],
         ["BadRequestError", 400, "temperature", True],
+    ]
+
+
+def test_anthropic(served: Served, python_clients: Path) -> None:
+    got = said(served, python_clients / "python", SCRIPTS / "with_anthropic.py", tight="anthropic")
+    check_chat(served, got)
+    assert got["with_token"] == got["chat"]
+    assert got["stop_reasons"] == ["max_tokens"] * 2
+    assert got["usage"] == [12, 12]
+    assert got["counted"][0] == got["counted"][1] > 0
+    called, answer, reason = got["agent"]
+    assert called == [["get_weather", {"city": "Paris"}]] and reason == "end_turn"
+    assert "sunny" in answer and "21" in answer
+    assert got["errors"] == [
+        ["NotFoundError", 404, "not_found_error", True],
+        ["BadRequestError", 400, "invalid_request_error", True],
     ]
 
 

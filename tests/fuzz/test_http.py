@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
+from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
 from batonlm.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
 from batonlm.rpc.address import split
 from tests.fuzz import oracle
@@ -36,7 +37,9 @@ def paths() -> tuple[str, ...]:
     )
 
 
-def kinds(kind: type[GenerationBody] = GenerationBody) -> Iterator[type[msgspec.Struct]]:
+def kinds(
+    kind: type[GenerationBody] | type[CountTokensBody] = GenerationBody,
+) -> Iterator[type[msgspec.Struct]]:
     for one in kind.__subclasses__():
         yield one
         yield from kinds(one)
@@ -55,12 +58,15 @@ def test_the_http_port_at_length(real_target: Target) -> None:
 
 def test_every_kind_of_body_is_known() -> None:
     assert set(kinds()) == {ChatBody, CompletionBody}
+    assert set(kinds(CountTokensBody)) == {MessagesBody}
 
 
 def _fuzz(target: Target, count: int, *, fixed: bool) -> None:
     address = split(target.relay.http.removeprefix("http://"), "http")
     inputs = requests(
-        paths(), st.one_of([bodies(kind) for kind in kinds()]) | st.binary(max_size=30)
+        paths(),
+        st.one_of([bodies(kind) for kind in (*kinds(), *kinds(CountTokensBody))])
+        | st.binary(max_size=30),
     )
 
     def one(sent: Sent) -> None:

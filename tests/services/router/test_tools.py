@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from prometheus_client import CollectorRegistry
@@ -37,6 +38,7 @@ from batonlm.testing.scripted import ScriptedTokenizer
 from tests.services.router.conftest import World, until
 from tests.services.router.disturbed import busy
 from tests.services.router_http.scripted import openai_client
+from tests.services.router_http.test_messages import events_of, joined
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}},
@@ -213,6 +215,56 @@ async def test_a_conversation_with_calls_reaches_the_tokenizer(face: Face) -> No
     assert chat.messages[1].tool_calls[0].name == "weather"
     assert json.loads(chat.messages[1].tool_calls[0].arguments) == json.loads(CITY)
     assert chat.messages[2].tool_call_id == made.tool_calls[0].id
+
+
+async def test_thinking_and_calls_are_blocks_of_a_message(face: Face) -> None:
+    """Anthropic's API, over the same answers."""
+    tools = [
+        {"name": "weather", "input_schema": {"type": "object"}},
+        {"name": "time", "input_schema": {"type": "object"}},
+    ]
+    asked: Any = {
+        "max_tokens": 1 << 20,
+        "seed": 5,
+        "tools": tools,
+        "messages": [{"role": "user", "content": says("<think>\nhm\n</think>\n\n" + TWO_CALLS)}],
+    }
+    async with httpx.AsyncClient(
+        base_url=str(face.client.base_url), timeout=120, trust_env=False
+    ) as http:
+        key = {"idempotency-key": "once"}
+        message = (await http.post("messages", json=asked, headers=key)).json()
+        streamed = await http.post("messages", json=asked | {"stream": True}, headers=key)
+        again = joined(events_of(streamed.text))
+        # The same run.
+        assert again["id"] == message["id"]
+        assert again["content"] == message["content"] and again["usage"] == message["usage"]
+        thinking, text, *calls = message["content"]
+        assert (thinking["thinking"], text["text"]) == ("hm", "Let me look.")
+        assert [(call["name"], call["input"]) for call in calls] == [
+            ("weather", {"city": "Bern"}),
+            ("time", {}),
+        ]
+        assert message["stop_reason"] == "tool_use"
+        assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+        results = [
+            {"type": "tool_result", "tool_use_id": call["id"], "content": "rain"} for call in calls
+        ]
+        asked["messages"] = [
+            {"role": "user", "content": "What is the weather?"},
+            {"role": "assistant", "content": message["content"]},
+            {"role": "user", "content": [*results, {"type": "text", "text": says("Rain.")}]},
+        ]
+        last = (await http.post("messages", json=asked)).json()
+        assert [block["text"] for block in last["content"]] == ["Rain."]
+        assert last["stop_reason"] == "end_turn"
+        counted = (await http.post("messages/count_tokens", json=asked)).json()
+        usage = last["usage"]
+        assert counted["input_tokens"] == sum(
+            usage[name] for name in ("input_tokens", "cache_read_input_tokens")
+        )
+    chat = face.world.tokenizers[0].chats[-1]
+    assert chat.messages[1].reasoning == "hm"
 
 
 def asked(text: str, choice: ToolChoice) -> Request:

@@ -218,6 +218,7 @@ def test_a_message_says_all_of_a_request(request_: Request) -> None:
         {"echo": True},
         {"prompt_logprobs": 1},
         {"truncate_prompt_tokens": 4},
+        {"cap_max_tokens": True},
         {"stop_token_ids": (1,)},
         {"prompt": TextPrompt("a", add_special_tokens=False)},
         {"prompt": ChatPrompt(FORWARDED.prompt.messages, template_kwargs='{"a": 1}')},  # type: ignore[union-attr]

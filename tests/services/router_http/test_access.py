@@ -23,6 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
 }
 JSON = {"content-type": "application/json"}
 PAGE = {"origin": "http://evil.example", "sec-fetch-site": "cross-site"}
@@ -123,6 +124,22 @@ async def test_with_keys_any_name_will_do(kept: Kept) -> None:
         await app.ask("GET", "/v1/models", host="any.example", headers=shown)
     ).status_code == 200
     assert (await app.ask("GET", "/v1/models", host="any.example")).status_code == 401
+
+
+async def test_a_key_in_a_header_of_its_own(kept: Kept) -> None:
+    """Where there are two, they are one: a proxy in front may look at the other one."""
+    key, other = kept.new("acme"), kept.new("other")
+    app = App(kept.authenticator())
+    for headers, status in (
+        ({"x-api-key": key}, 200),
+        ({"x-api-key": "baton-wrong"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": key, "authorization": f"Bearer {key}"}, 200),
+        ({"x-api-key": key, "authorization": f"Bearer {other}"}, 401),
+    ):
+        answer = await app.ask("POST", CHAT, headers=headers, body=BODIES[CHAT])
+        assert answer.status_code == status, headers
+    assert [request.tenant.name for request in app.frontend.seen] == ["acme"] * 2
 
 
 @pytest.mark.parametrize("path", BODIES)

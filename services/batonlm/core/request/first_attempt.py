@@ -47,13 +47,13 @@ def resolve_stop(request: Request, num_prompt: int, model: ModelDescription) -> 
     if num_prompt == 0:
         raise InvalidArgument("The prompt has no tokens.", field="prompt")
     room = model.max_model_len - num_prompt
-    if room < max(1, request.max_tokens or 0):
+    if room < request.least_room:
         raise ContextLengthExceeded(
             f"This model's context is {model.max_model_len} tokens: {num_prompt} of prompt and "
             f"{request.max_tokens or 'at least 1'} of output do not fit.",
             field="prompt" if room < 1 else "max_tokens",
         )
-    max_tokens = room if request.max_tokens is None else request.max_tokens
+    max_tokens = room if request.max_tokens is None else min(room, request.max_tokens)
     if request.min_tokens > max_tokens:
         raise InvalidArgument(
             f"min_tokens must be at most {max_tokens}, the longest output.", field="min_tokens"
@@ -89,7 +89,7 @@ def truncated(
     """Returns the prompt truncated as requested, and the hashes that still apply to it."""
     most = request.truncate_prompt_tokens
     if most == -1:
-        most = model.max_model_len - max(1, request.max_tokens or 1)
+        most = model.max_model_len - request.least_room
     if most is None or most < 1 or len(prompt) <= most:
         return prompt, prefix_hashes
     if request.truncation_side == "right":

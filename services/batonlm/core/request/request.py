@@ -226,6 +226,9 @@ class Request:
     max_tokens: int | None = None
     """Output tokens of a choice. None: up to the model's context length; 0: nothing is generated.
     """
+    cap_max_tokens: bool = False
+    """Whether `max_tokens` is lowered to the room that the prompt leaves in the model's context.
+    False: more than that is an error."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -264,6 +267,11 @@ class Request:
         if self.resumes is not None:
             return self.resumes.stream_id
         return self.keyed_stream_id or request_id
+
+    @property
+    def least_room(self) -> int:
+        """The output tokens of a choice for which the model's context must have room."""
+        return 1 if self.cap_max_tokens else max(1, self.max_tokens or 0)
 
     def of(self, tenant: Tenant, trace: TraceContext = UNTRACED) -> Request:
         """Returns the request with the tenant of its API key and the trace context of its caller.

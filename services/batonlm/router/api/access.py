@@ -88,7 +88,7 @@ class KeyAuthenticator:
         # A proxy in front may interpret two headers differently.
         scheme, _, key = authorization[0].partition(" ")
         if len(authorization) > 1 or scheme.lower() != _SCHEME:
-            raise Unauthenticated("The Authorization header must be one: Bearer KEY.")
+            raise Unauthenticated("There must be one key: Authorization: Bearer KEY.")
         tenant = self._file.value.find(key.strip())
         if tenant is None:
             raise Unauthenticated("This API key is not known.")

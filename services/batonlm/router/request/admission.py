@@ -229,7 +229,7 @@ class AdmissionController:
             encodes=isinstance(request.prompt, VectorPrompt),
             least_tokens=least,
             most_tokens=most,
-            longest_output=choices * (request.max_tokens or 1),
+            longest_output=choices * request.least_room,
             model=request.model,
             elsewhere=elsewhere,
         )

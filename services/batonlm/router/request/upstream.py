@@ -65,6 +65,7 @@ def can_forward(request: Request) -> bool:
         and not request.echo
         and request.prompt_logprobs is None
         and request.truncate_prompt_tokens is None
+        and not request.cap_max_tokens
     )
 
 

@@ -78,7 +78,7 @@ class HttpAccess:
     def _tenant(self, scope: Scope, path: str) -> Tenant | None:
         """Returns None for one of Baton's own processes that reads metrics. Raises HttpError or
         Unauthenticated."""
-        shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
+        shown = _credentials(scope)
         if path == METRICS and peers.token_matches(self._token, shown):
             return None
         try:
@@ -101,6 +101,13 @@ def caller(scope: Scope) -> Tenant:
 def is_known(scope: Scope) -> bool:
     """Whether the request has a `caller`."""
     return _TENANT in scope
+
+
+def _credentials(scope: Scope) -> list[str]:
+    """Returns the values of `authorization`, and the key of each other `x-api-key` in that form."""
+    shown = [value.decode("latin-1") for value in _values(scope, b"authorization")]
+    keys = (value.decode("latin-1") for value in _values(scope, b"x-api-key"))
+    return shown + [bearer for key in keys if (bearer := f"Bearer {key}") not in shown]
 
 
 def _values(scope: Scope, header: bytes) -> list[bytes]:

@@ -12,7 +12,7 @@ file has no text of the client, except a grammar on request.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -321,6 +321,144 @@ class ErrorDetail(StrictStruct):
 
 class ErrorAnswer(StrictStruct):
     error: ErrorDetail
+
+
+class AnsweredText(StrictStruct, tag_field="type", tag="text"):
+    text: str
+
+
+class AnsweredThinking(StrictStruct, tag_field="type", tag="thinking"):
+    """thinking: empty where the client wants none of it. signature: need not be sent back."""
+
+    thinking: str
+    signature: str
+
+
+class AnsweredToolUse(StrictStruct, tag_field="type", tag="tool_use"):
+    """input: empty where the end of the answer cut it."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnsweredBlock = AnsweredText | AnsweredThinking | AnsweredToolUse
+
+
+class ThinkingTokens(StrictStruct):
+    thinking_tokens: int
+
+
+class MessagesUsage(StrictStruct):
+    """The tokens of the prompt are input_tokens and both numbers of cached ones. These and the
+    details: when the request has finished. tried_tokens: as in `UsageAnswer`."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    cache_read_input_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    output_tokens_details: ThinkingTokens | msgspec.UnsetType = msgspec.UNSET
+    tried_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageEnding(StrictStruct):
+    stop_reason: (
+        Literal[
+            "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+        ]
+        | None
+    )
+    stop_sequence: str | None
+
+
+class MessagesMessage(MessageEnding, kw_only=True):
+    """Of POST /v1/messages. stop_reason: null in `message_start` only."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnsweredBlock]
+    usage: MessagesUsage
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageStart(StrictStruct, tag_field="type", tag="message_start"):
+    message: MessagesMessage
+
+
+class ContentBlockStart(StrictStruct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: AnsweredBlock
+
+
+class MoreText(StrictStruct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class MoreThinking(StrictStruct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class MoreInput(StrictStruct, tag_field="type", tag="input_json_delta"):
+    """partial_json: JSON text that follows what came before."""
+
+    partial_json: str
+
+
+class BlockSignature(StrictStruct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class ContentBlockDelta(StrictStruct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: MoreText | MoreThinking | MoreInput | BlockSignature
+
+
+class ContentBlockStop(StrictStruct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class MessageDelta(StrictStruct, tag_field="type", tag="message_delta"):
+    delta: MessageEnding
+    usage: MessagesUsage
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
+
+
+class MessageStop(StrictStruct, tag_field="type", tag="message_stop"):
+    """The stream is whole."""
+
+
+class Ping(StrictStruct, tag_field="type", tag="ping"):
+    """Nothing is new."""
+
+
+class CountedTokens(StrictStruct):
+    input_tokens: int
+
+
+class MessagesErrorDetail(StrictStruct):
+    type: str
+    message: str
+
+
+class MessagesError(StrictStruct, tag_field="type", tag="error"):
+    """Also the last event of a stream that failed."""
+
+    error: MessagesErrorDetail
+    request_id: str | None
+
+
+MESSAGE_EVENTS = (
+    MessageStart,
+    ContentBlockStart,
+    ContentBlockDelta,
+    ContentBlockStop,
+    MessageDelta,
+    MessageStop,
+    Ping,
+    MessagesError,
+)
 
 
 class ExplainedChoice(StrictStruct):

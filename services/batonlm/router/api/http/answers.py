@@ -65,10 +65,18 @@ class AnswerWriter(ABC):
     def document(self, whole: Sequence[Sequence[Delta]]) -> Json:
         """Returns the whole answer, from one Delta per choice: whole[prompt][choice]."""
 
-    @abstractmethod
+    @property
+    def has_plain_chunks(self) -> bool:
+        """Whether a delta with only text has one chunk, which differs from those of other such
+        deltas of its choice in its text only."""
+        call = self._call
+        return not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+
     def timings(self) -> Json:
-        """Returns the timings for a client that requests them; empty when the operator disables
-        them."""
+        """Returns the timings of a call with one prompt, for a client that requests them; empty
+        when the operator disables them."""
+        entries = self._timings()
+        return {"baton": entries[0]} if entries else {}
 
     def count(self, prompt: int, event: Event) -> None:
         """Counts an event in the usage."""
@@ -220,10 +228,6 @@ class ChatAnswer(AnswerWriter):
         ]
         document = self._envelope(self.object, choices) | {"usage": self._total_usage()}
         return document | self._prompt_ids(0) | self._prompt_logprobs(0)
-
-    def timings(self) -> Json:
-        entries = self._timings()
-        return {"baton": entries[0]} if entries else {}
 
     def _delta(self, delta: Delta) -> Json:
         if not (delta.reasoning or delta.tool_calls):

@@ -1,4 +1,4 @@
-"""The ASGI application: all routes of the HTTP API, with every failure as an OpenAI error body."""
+"""The ASGI application: all routes of the HTTP API, with every failure in the form of its API."""
 
 from __future__ import annotations
 
@@ -32,13 +32,28 @@ from batonlm.core.request.model import ModelDescription
 from batonlm.router.api.http.access import HttpAccess, is_known
 from batonlm.router.api.http.adapters import AdapterRoute, load_adapter, unload_adapter
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
+from batonlm.router.api.http.anthropic import (
+    ANTHROPIC,
+    CountTokens,
+    CountTokensBody,
+    MessagesAnswer,
+    parse_messages,
+)
 from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
 from batonlm.router.api.http.generation import Generation, KeptStreamRoute
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
-from batonlm.router.api.http.responses import HttpError, Json, encode, json_response, send_error
+from batonlm.router.api.http.responses import (
+    OPENAI,
+    HttpError,
+    Json,
+    WireFormat,
+    encode,
+    json_response,
+    send_error,
+)
 from batonlm.router.api.http.schema import (
     DetokenizeBody,
     EmbedBody,
@@ -86,6 +101,7 @@ _PLAYGROUND_HEADERS = {
     # A newer router has other files.
     "cache-control": "no-cache",
 }
+MESSAGES = "/messages"
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
@@ -121,6 +137,8 @@ class HttpApp:
         posts: dict[str, ASGIApp] = {
             "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
             "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
+            MESSAGES: Generation(pipeline, bodies, parse_messages, MessagesAnswer, ANTHROPIC),
+            f"{MESSAGES}/count_tokens": CountTokens(pipeline, bodies, CountTokensBody),
             "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
             "/detokenize": Detokenizing(pipeline, bodies, DetokenizeBody),
             "/embeddings": VectorRoute(pipeline, bodies, EmbedBody, embed_inputs, write_embeddings),
@@ -261,7 +279,12 @@ async def _fail(scope: Scope, send: Send, error: BatonError | HttpError, request
     if speaks_connect(scope):
         await send_failure(scope, send, error, request_id)
     else:
-        await send_error(send, error, request_id)
+        await send_error(send, error, request_id, wire_format(scope["path"]))
+
+
+def wire_format(path: str) -> WireFormat:
+    """Returns the form in which the clients of a path expect failures."""
+    return ANTHROPIC if f"{path}/".removeprefix("/v1").startswith(f"{MESSAGES}/") else OPENAI
 
 
 CORS_MAX_AGE_S = 600
@@ -276,7 +299,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         allow_methods=("GET", "POST"),
         # A key, the content's type, and what the clients of OpenAI tell of themselves.
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after", "retry-after-ms"),
+        expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
         max_age=CORS_MAX_AGE_S,
     )
 

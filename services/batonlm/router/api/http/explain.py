@@ -48,8 +48,8 @@ def explain_endpoint(
     pipeline: Pipeline, elsewhere: Elsewhere | None
 ) -> Callable[[Request], Awaitable[Response]]:
     async def explain(request: Request) -> Response:
-        # Answers have ids with a prefix, as chatcmpl-ID and cmpl-ID.
-        request_id = request.path_params["id"].rpartition("-")[2]
+        # Answers have ids with a prefix, as chatcmpl-ID, cmpl-ID and msg_ID.
+        request_id = request.path_params["id"].replace("_", "-").rpartition("-")[2]
         tenant = caller(request.scope)
         wanted = request.query_params.get("replay")
         if wanted not in (None, "", "ids", "text"):

@@ -31,11 +31,12 @@ from batonlm.router.api.http.parse import (
     most_urgent,
 )
 from batonlm.router.api.http.responses import (
+    OPENAI,
     Header,
     HttpError,
     Json,
+    WireFormat,
     encode,
-    error_document,
     send_json,
 )
 from batonlm.router.api.translation import IDEMPOTENCY_KEY, in_client_words
@@ -59,6 +60,7 @@ class Generation:
     bodies: Bodies
     parse: Callable[[bytes], GenerationCall]
     answer: Callable[[GenerationCall, Sequence[Accepted], int], AnswerWriter]
+    wire: WireFormat = OPENAI
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = caller(scope)
@@ -67,12 +69,16 @@ class Generation:
             headers = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
             given = dict(headers)
             last_event_id = given.get(LAST_EVENT_ID_HEADER.lower())
+            resumes = last_event_id is not None or _says_yes(given.get(RESUME_HEADER))
             key = given.get(IDEMPOTENCY_KEY.lower())
             with self.pipeline.reading(tenant):
+                if resumes and not self.wire.resumable:
+                    name = RESUME_HEADER if last_event_id is None else LAST_EVENT_ID_HEADER
+                    raise InvalidArgument(f"{name} is not supported on this route", field=name)
                 call = self.parse(body.raw).of(tenant, context_of(headers))
                 if last_event_id is not None:
                     call = call.with_event_ids(last_event_id.decode("latin-1").strip())
-                elif call.stream and _says_yes(given.get(RESUME_HEADER)):
+                elif call.stream and resumes:
                     call = call.with_event_ids(None)
                 if key is not None:
                     call = call.with_idempotency_key(key.decode("latin-1"))
@@ -88,14 +94,14 @@ class Generation:
         send: Send,
     ) -> None:
         """Answers a call. given: the headers. Raises as `__call__` does."""
-        events = EventWriter(send)
+        events = EventWriter(send, self.wire)
         with_timings = _says_yes(given.get("x-baton-timings"))
         try:
             work = self._respond(call, holding, send, events, with_timings=with_timings)
             await while_connected(receive, work)
         except asyncio.CancelledError:
             # The server closes; the request's resources are released.
-            await events.break_off(error_document(left()))
+            await events.break_off(left())
             raise
         except KeyReused as error:
             raise HttpError(
@@ -122,6 +128,7 @@ class Generation:
             created = int(time.time()) if call.resumes is None else call.resumes.created
             answer = self.answer(call, accepted, created)
             headers = _headers(call, accepted[0])
+            headers += self.wire.id_headers(call.stream_id(accepted[0]))
             if not call.stream:
                 document = answer.document(await _gathered(call, streams, answer))
                 if with_timings:
@@ -131,14 +138,14 @@ class Generation:
                 return
             ids = _event_ids(call, accepted[0], created) if call.resumable else None
             await events.start(headers)
-            error: Json | None = None
+            error: BatonError | None = None
             try:
                 async with events.kept_alive():
                     if ids is not None:
                         await _pump_with_ids(ids, streams[0], answer, events)
                     else:
                         pumps = [
-                            _pump(call, prompt, stream, answer, events)
+                            _pump(prompt, stream, answer, events)
                             for prompt, stream in enumerate(streams)
                         ]
                         await in_parallel(*pumps)
@@ -148,11 +155,13 @@ class Generation:
                 elif not ids.has_all:
                     await events.write(last, [ids.finished() for _ in last])
             except BatonError as failure:
-                error = error_document(in_client_words(failure, call.names))
+                error = in_client_words(failure, call.names)
             except Exception:
                 about = named(accepted[0].request_id, accepted[0].trace_id)
                 log.exception("a stream failed", extra=about)
-                error = error_document(Internal("internal error"))
+                error = Internal("internal error")
+            if error is not None:
+                error.request_id = call.stream_id(accepted[0])
             await events.end(error)
 
 
@@ -175,16 +184,12 @@ async def _gathered(
 
 
 async def _pump(
-    call: GenerationCall,
-    prompt: int,
-    stream: EventStream,
-    answer: AnswerWriter,
-    events: EventWriter,
+    prompt: int, stream: EventStream, answer: AnswerWriter, events: EventWriter
 ) -> None:
     """Writes all chunks of one prompt."""
     await events.write(answer.with_usage(answer.opening(prompt)))
     plain = PlainChunks(lambda delta: answer.with_usage(answer.chunks(prompt, delta)))
-    only_text = not (call.wants_token_ids or call.wants_logprobs or call.continuous_usage)
+    only_text = answer.has_plain_chunks
     async for event in stream:
         answer.count(prompt, event)
         if isinstance(event, Delta):
@@ -328,7 +333,6 @@ class PlainChunks:
 
 
 _HEAD = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     # nginx would buffer events until its buffer is full.
     (b"x-accel-buffering", b"no"),
@@ -341,19 +345,20 @@ class EventWriter:
     `send` blocks while the client reads slowly; new output is coalesced at the source meanwhile.
     """
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send, wire: WireFormat) -> None:
         self._send = send
+        self._wire = wire
         self._idle = True
         self._open = False
 
     async def start(self, headers: Sequence[Header]) -> None:
-        head = [*_HEAD, *headers]
+        head = [(b"content-type", self._wire.content_type), *_HEAD, *headers]
         self._open = True
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def write(self, documents: Iterable[Json], ids: Sequence[str] = ()) -> None:
         """ids: of the documents' events, where they have any."""
-        framed = [b"data: %b\n\n" % encode(each) for each in documents]
+        framed = [self._wire.frame(each) for each in documents]
         for place, event_id in enumerate(ids):
             framed[place] = b"id: %b\n%b" % (event_id.encode(), framed[place])
         if framed:
@@ -364,14 +369,14 @@ class EventWriter:
         self._idle = False
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self, last: Json | None = None) -> None:
-        """Ends the stream with [DONE], or with an error document instead."""
-        data = b"[DONE]" if last is None else encode(last)
-        event = b"data: %b\n\n" % data
+    async def end(self, error: BatonError | None = None) -> None:
+        """Ends the stream, with its failure if it has one."""
+        wire = self._wire
+        event = wire.end if error is None else wire.frame(wire.failure(error, error.request_id))
         self._open = False
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
-    async def break_off(self, error: Json) -> None:
+    async def break_off(self, error: BatonError) -> None:
         """Ends a running stream with an error, if the client reads it within FAREWELL_S."""
         if not self._open:
             return
@@ -392,8 +397,8 @@ class EventWriter:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
-            if self._idle:
-                await self.write_framed(b": keep-alive\n\n")
+            if self._idle and self._wire.keep_alive:
+                await self.write_framed(self._wire.keep_alive)
             self._idle = True
 
 

@@ -3,7 +3,7 @@ ranges of the validator."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from batonlm.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from batonlm.router.api.http import answer_schema as answers
+from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
 from batonlm.router.api.http.parse import LAST_EVENT_ID_HEADER, RESUME_HEADER
 from batonlm.router.api.http.responses import Json
 from batonlm.router.api.http.schema import (
@@ -19,6 +20,7 @@ from batonlm.router.api.http.schema import (
     CompletionBody,
     DetokenizeBody,
     EmbedBody,
+    GenerationBody,
     LoadAdapterBody,
     RerankBody,
     ScoreBody,
@@ -47,7 +49,7 @@ _ERRORS = {
 }
 _GET_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 500, 503)
 
-_DESCRIPTION = """OpenAI's API for text, with vLLM's extra parameters.
+_DESCRIPTION = """OpenAI's API for text, with vLLM's extra parameters, and Anthropic's Messages.
 
 A parameter with a value of `null` counts as absent. Parameters that are not listed here are
 accepted; those without effect are named in the response header `x-baton-ignored-params`. These
@@ -56,7 +58,8 @@ would change the answer and are not offered, so they are refused: {refused}; in 
 
 Paths that begin with `/v1` are served without it, too, and `/tokenize`, `/detokenize` and `/score`
 also with it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a
-chunk or an error document. A stream that ends without `[DONE]` has failed.
+chunk or an error document. A stream that ends without `[DONE]` has failed. Events of messages have
+names and end with `message_stop`.
 """
 _STREAM_HEADERS = {
     "x-request-id": "The client's own `request_id`, or the one that this server gave.",
@@ -69,12 +72,14 @@ _RESUMING = {
     IDEMPOTENCY_KEY: "While a request with this key runs, the same one is answered by its run.",
 }
 _STRING: Json = {"type": "string"}
+_MESSAGES = "messages-"
+"""Begins the names of responses of Anthropic's API."""
 
 
 def openapi_document() -> Json:
     """Returns the whole document, version 3.1."""
     # Stream chunks have a name in the document, but no reference.
-    kinds: list[type] = [answers.ChatCompletionChunk]
+    kinds: list[type] = [answers.ChatCompletionChunk, *answers.MESSAGE_EVENTS]
 
     def reference(kind: type) -> Json:
         kinds.append(kind)
@@ -83,14 +88,15 @@ def openapi_document() -> Json:
     # Until here, types stand for references to them.
     paths = msgspec.to_builtins(_paths(), enc_hook=reference)
     errors = {
-        str(status): {"description": text, "content": _json(answers.ErrorAnswer)}
+        f"{prefix}{status}": {"description": text, "content": _json(kind)}
+        for prefix, kind in (("", answers.ErrorAnswer), (_MESSAGES, answers.MessagesError))
         for status, text in _ERRORS.items()
     }
     responses = msgspec.to_builtins(errors, enc_hook=reference)
     _, schemas = msgspec.json.schema_components(
         dict.fromkeys(kinds), ref_template="#/components/schemas/{name}"
     )
-    for body in (ChatBody, CompletionBody):
+    for body in (ChatBody, CompletionBody, MessagesBody):
         _add_ranges(schemas[body.__name__]["properties"], body)
     completion_fields = set(CompletionBody.__struct_encode_fields__)
     return {
@@ -104,12 +110,15 @@ def openapi_document() -> Json:
             ),
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
-        "security": [{"key": []}, {}],
+        "security": [{"key": []}, {"x-api-key": []}, {}],
         "paths": paths,
         "components": {
             "schemas": schemas,
             "responses": responses,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -133,14 +142,29 @@ def _paths() -> Json:
             "Answer a conversation",
             ChatBody,
             answers.ChatCompletion,
-            answers.ChatCompletionChunk,
+            (answers.ChatCompletionChunk,),
         ),
         "/v1/completions": _post(
             "createCompletion",
             "Continue texts or token ids",
             CompletionBody,
             answers.TextCompletion,
-            answers.TextCompletion,
+            (answers.TextCompletion,),
+        ),
+        "/v1/messages": _post(
+            "createMessage",
+            "Answer a conversation, in Anthropic's form",
+            MessagesBody,
+            answers.MessagesMessage,
+            answers.MESSAGE_EVENTS,
+            _MESSAGES,
+        ),
+        "/v1/messages/count_tokens": _post(
+            "countTokens",
+            "How many tokens a conversation has",
+            CountTokensBody,
+            answers.CountedTokens,
+            prefix=_MESSAGES,
         ),
         "/tokenize": _post(
             "tokenize", "A prompt or a conversation as tokens", TokenizeBody, answers.Tokenized
@@ -189,12 +213,20 @@ def _paths() -> Json:
 
 
 def _post(
-    name: str, summary: str, body: type, answer: type, chunk: type | None = None
+    name: str,
+    summary: str,
+    body: type,
+    answer: type,
+    chunks: Sequence[type] = (),
+    prefix: str = "",
 ) -> dict[str, Any]:
+    """chunks: the events of a stream. prefix: begins the names of its errors."""
     content, headers, parameters = _json(answer), {}, []
-    if chunk is not None:
-        parameters = [_parameter(name, "header", text) for name, text in _RESUMING.items()]
-        events = {**_STRING, "description": f"Events, each a {chunk.__name__}."}
+    if chunks:
+        if not prefix:
+            parameters = [_parameter(name, "header", text) for name, text in _RESUMING.items()]
+        kinds = " or ".join(chunk.__name__ for chunk in chunks)
+        events = {**_STRING, "description": f"Events, each a {kinds}."}
         content["text/event-stream"] = {"schema": events}
         headers = {
             each: {"schema": _STRING, "description": text} for each, text in _STREAM_HEADERS.items()
@@ -204,7 +236,7 @@ def _post(
         "operationId": name,
         "summary": summary,
         "requestBody": {"required": True, "content": _json(body)},
-        "responses": {"200": ok, **_errors(_ERRORS.keys() - {403})},
+        "responses": {"200": ok, **_errors(_ERRORS.keys() - {403}, prefix)},
     }
     return {"post": operation | ({"parameters": parameters} if parameters else {})}
 
@@ -257,8 +289,10 @@ def _parameter(name: str, place: str, description: str, **schema: Any) -> Json:
     }
 
 
-def _errors(statuses: Iterable[int]) -> Json:
-    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
+def _errors(statuses: Iterable[int], prefix: str = "") -> Json:
+    return {
+        str(status): {"$ref": f"#/components/responses/{prefix}{status}"} for status in statuses
+    }
 
 
 def _json(schema: Any) -> Json:
@@ -274,13 +308,15 @@ def _add_ranges(properties: Json, body: type) -> None:
     ranges = {**REQUEST_RANGES, **SAMPLING_RANGES}
     if body is CompletionBody:
         ranges["logprobs"] = ranges["top_logprobs"]
-    else:
+    elif body is ChatBody:
         ranges["max_completion_tokens"] = ranges["max_tokens"]
-    # In bodies, -1 means 0 for top_k, and a negative seed keeps its bits.
-    ranges["top_k"] = Range(-1, ranges["top_k"].high)
-    del ranges["seed"]
+    if issubclass(body, GenerationBody):
+        # In bodies, -1 means 0 for top_k, and a negative seed keeps its bits.
+        ranges["top_k"] = Range(-1, ranges["top_k"].high)
+        del ranges["seed"]
     for name, bounds in ranges.items():
-        for kind in properties.get(name, {}).get("anyOf", ()):
+        schema = properties.get(name, {})
+        for kind in schema.get("anyOf", (schema,)):
             if kind.get("type") in ("integer", "number"):
                 kind["exclusiveMinimum" if bounds.above else "minimum"] = bounds.low
                 kind["maximum"] = bounds.high

@@ -8,6 +8,7 @@ failures of requests; `HttpError` is a failure of the HTTP exchange itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -96,6 +97,42 @@ def error_headers(error: Failure, request_id: str) -> list[Header]:
     return headers
 
 
-async def send_error(send: Send, error: Failure, request_id: str) -> None:
-    headers = error_headers(error, request_id)
-    await send_json(send, error_status(error), error_document(error), headers)
+@dataclass(frozen=True, slots=True)
+class WireFormat:
+    """How an API writes the events of a stream, and failures."""
+
+    content_type: bytes
+    """Of a stream."""
+    frame: Callable[[Json], bytes]
+    """Returns the bytes of one event."""
+    end: bytes
+    """What ends a stream that did not fail."""
+    keep_alive: bytes
+    """What is sent while a stream has nothing new; empty: nothing."""
+    failure: Callable[[Failure, str], Json]
+    """Returns the document of a failure of the request with this id, if that is known. In a stream
+    it is the last event."""
+    id_header: bytes = b""
+    """The name under which the API's clients look for the request's id, beside x-request-id."""
+    resumable: bool = False
+    """Whether the events of a stream may have ids."""
+
+    def id_headers(self, request_id: str) -> list[Header]:
+        return [(self.id_header, request_id.encode())] if self.id_header else []
+
+
+OPENAI = WireFormat(
+    content_type=b"text/event-stream; charset=utf-8",
+    frame=lambda document: b"data: %b\n\n" % encode(document),
+    end=b"data: [DONE]\n\n",
+    keep_alive=b": keep-alive\n\n",
+    failure=lambda error, _: error_document(error),
+    resumable=True,
+)
+
+
+async def send_error(
+    send: Send, error: Failure, request_id: str, wire: WireFormat = OPENAI
+) -> None:
+    headers = error_headers(error, request_id) + wire.id_headers(request_id)
+    await send_json(send, error_status(error), wire.failure(error, request_id), headers)

@@ -471,17 +471,24 @@ _NAME = re.compile(r"\w{1,64}", re.ASCII)
 """Client-chosen names that an error may repeat. Other names are not always valid in JSON."""
 
 
-def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+def decode(
+    body: bytes,
+    kind: type[Body],
+    refused: Mapping[str, tuple[object, ...]] | None = None,
+    instead: Mapping[str, str] = INSTEAD,
+) -> tuple[Body, tuple[str, ...]]:
     """Returns the body as `kind`, and the sorted names of its parameters that have no effect.
 
-    Raises InvalidArgument for anything but a JSON object, for a wrong type, and for a parameter in
-    `REFUSED`, unless its value is null or listed there, or the body has it as a field.
+    refused, instead: of another API, as `REFUSED` and `INSTEAD`. Raises InvalidArgument for
+    anything but a JSON object, for a wrong type, and for a parameter in `refused`, unless its value
+    is null or listed there, or the body has it as a field.
     """
-    refused: Mapping[str, tuple[object, ...]] = {}
-    if issubclass(kind, GenerationBody):
-        refused = REFUSED
-    elif issubclass(kind, VectorBody):
-        refused = REFUSED_OF_VECTORS
+    if refused is None:
+        refused = {}
+        if issubclass(kind, GenerationBody):
+            refused = REFUSED
+        elif issubclass(kind, VectorBody):
+            refused = REFUSED_OF_VECTORS
     applied = set(kind.__struct_encode_fields__)
     try:
         text = body.decode()
@@ -492,7 +499,7 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         given = {name for name, raw in parameters.items() if bytes(raw) != b"null"}
         for name in sorted((given & refused.keys()) - applied):
             if msgspec.json.decode(parameters[name]) not in refused[name]:
-                raise InvalidArgument(_unsupported(name), field=name)
+                raise InvalidArgument(_unsupported(name, instead), field=name)
         parsed = msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         raise _mismatch(str(error)) from None
@@ -503,9 +510,9 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
     return parsed, tuple(sorted(given - refused.keys() - applied))
 
 
-def _unsupported(name: str) -> str:
-    instead = f"; {INSTEAD[name]} may serve instead" if name in INSTEAD else ""
-    return f"{name} is not supported here{instead}"
+def _unsupported(name: str, instead: Mapping[str, str]) -> str:
+    hint = f"; {instead[name]} may serve instead" if name in instead else ""
+    return f"{name} is not supported here{hint}"
 
 
 def client_names(kind: type[msgspec.Struct]) -> dict[str, str]:
