@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from batonlm.core.errors import Overloaded, Unavailable
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.router.request.kept import ENTRY_BYTES
 from tests.services.router_http.scripted import Scripted, http_app, whole_answer
 from tests.services.router_http.test_resuming import (
     BODIES,
@@ -222,6 +223,17 @@ async def test_what_is_too_long_is_not_kept(http: httpx.AsyncClient, frontend: S
     assert again.json()["error"]["code"] == "idempotency_key_in_use"
     frontend.release.set()
     assert (await running).status_code == 200
+
+
+async def test_prompts_take_room_too(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    frontend.keep(kept_s=ALWAYS_S, most_entries=4000 // ENTRY_BYTES + 5)
+    urls = []
+    for letter in "ab":
+        body = {"prompt": letter * 4000, "max_tokens": 1}
+        whole = await stream(http, COMPLETION, body, x_baton_resume="1")
+        urls.append(f"/v1/streams/{whole[0][0].partition('.')[0]}")
+        assert (await http.get(urls[-1])).status_code == 200
+    assert (await http.get(urls[0])).status_code == 404
 
 
 @pytest.mark.parametrize("kept_s", [0.0, 0.01])

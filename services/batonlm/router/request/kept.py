@@ -22,6 +22,7 @@ from batonlm.core.admission.tenants import ANYONE, Tenant
 from batonlm.core.errors import BatonError, InvalidArgument, NotFound, Overloaded, Unavailable
 from batonlm.core.observe.stages import UNTRACED
 from batonlm.core.request.request import Accepted, Delta, Event, Request
+from batonlm.router.request.admission import prompt_bounds
 
 if TYPE_CHECKING:
     from batonlm.router.request.pipeline import EventStream
@@ -34,6 +35,9 @@ MAX_OF_TENANT = 64
 
 MAX_ENTRIES = 1 << 18
 """Tokens and log-probabilities that are kept of all streams: about 100 MB at most."""
+
+ENTRY_BYTES = 256
+"""So many bytes of a prompt count as one of these."""
 
 
 class KeyReused(InvalidArgument):
@@ -215,6 +219,7 @@ class KeptStreams:
         kept = KeptStream(request, view)
         if stream_id:
             self._of.setdefault(name, {})[stream_id] = kept
+        self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)
         kept.task = self._background(self._run(kept, holding))
         return await self._read(kept)
 
@@ -267,14 +272,18 @@ class KeptStreams:
         if kept.events is not None:
             kept.events.append(event)
             if isinstance(event, Delta):
-                count = len(event.token_ids) + sum(1 + len(each.top) for each in event.logprobs)
-                kept.num_entries += count
-                self._num_entries += count
-                if self._num_entries > self._most_entries:
-                    self._make_room(kept)
+                logprobs = sum(1 + len(each.top) for each in event.logprobs)
+                self._count(kept, len(event.token_ids) + logprobs)
         for reader in kept.readers:
             reader.pending.append(event)
             reader.news.set()
+
+    def _count(self, kept: KeptStream, entries: int) -> None:
+        """A running stream takes so many entries more."""
+        kept.num_entries += entries
+        self._num_entries += entries
+        if self._num_entries > self._most_entries:
+            self._make_room(kept)
 
     def _make_room(self, growing: KeptStream) -> None:
         """Forgets ended streams, the oldest of each tenant first, and if that does not help, the
