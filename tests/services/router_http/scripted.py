@@ -103,7 +103,11 @@ class Scripted:
 
     def keep(self, **bounds: Any) -> None:
         """Has streams kept from now on. bounds: see KeptStreams."""
-        self.kept = KeptStreams(cast(Any, self.open), self._background, left, **bounds)
+
+        async def start(request: Request, holding: Holding | None) -> Any:
+            return await self.open(request, holding)
+
+        self.kept = KeptStreams(start, self._background, left, **bounds)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
