@@ -53,7 +53,8 @@ STEP_TOKENS = {
     )
 } | {"jamba": 37, "mamba2": 512, "zamba2": 512}
 """Positions that a step computes at most, by the model's type."""
-DEEP = {"jamba", "mamba2", "qwen3_next"}
+DEEP = {"qwen3_next"}
+"""It keeps states beside KV, takes prompts up in chunks, and finds states in caches."""
 
 
 def asked_of(count: int) -> list[Asked]:

@@ -46,7 +46,7 @@ def test_up_serves_it(store: ObjectStore, tmp_path: Path) -> None:
     assert list((tmp_path / "cache" / "baton" / "models").glob("small@v1-*/model.safetensors"))
 
 
-@pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "decode"])
+@pytest.mark.parametrize("role", ["tokenizer", "decode"])
 def test_a_process_of_its_own_fetches_it(store: ObjectStore, tmp_path: Path, role: str) -> None:
     command = [sys.executable, "-m", f"batonlm.{role}", "--model", URL]
     command += ["--model-cache", str(tmp_path / "cache")]

@@ -347,8 +347,10 @@ from pathlib import Path
 from gpucheck import child
 from gpucheck.sections import SECTIONS
 
-folder, known = Path(sys.argv[1]), {}
+folder, chosen, known = Path(sys.argv[1]), sys.argv[2:], {}
 for section in SECTIONS:
+    if section.name not in chosen:
+        continue
     part, *_ = section.quick_parts or section.parts
     given, out = folder / "known", folder / section.name
     given.write_text(json.dumps(known))
@@ -357,15 +359,40 @@ for section in SECTIONS:
     found = [json.loads(line) for line in out.read_text().splitlines()]
     known |= {each["name"]: each["value"] for each in found if "skipped" not in each}
 """
-"""The first part of every section, all in one process: the interpreter takes long for each, and
-what the other parts compute has tests of its own."""
+"""The first part of every chosen section, all in one process: the interpreter takes long for each,
+and what the other parts compute has tests of its own."""
+LONG = {
+    *("speed", "handover", "parity", "tests", "agreement", "large batches", "long context"),
+    *("other parity", "lora"),
+}
+"""Sections that the interpreter takes long for. The others share most of their code."""
+COMPARED = {"kernel speed", "fused kernels", "packing", "swap"}
+"""Sections that compare something with the ceilings."""
+COMPARED_TOO = {
+    *("speed", "transformers", "variants", "handover", "large batches", "long context"),
+    *("mixed steps", "lora"),
+}
+"""Those that do so, or compare with the speed, when all are there."""
 
 
 @pytest.mark.deep
+def test_quick_sections_run_to_their_end_on_a_cpu(tmp_path: Path) -> None:
+    names = {section.name for section in SECTIONS} - LONG
+    assert rehearse(tmp_path, names) >= COMPARED
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_everything_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
+    names = {section.name for section in SECTIONS}
+    assert rehearse(tmp_path, names) >= COMPARED | COMPARED_TOO
+
+
+def rehearse(tmp_path: Path, names: set[str]) -> set[str]:
+    """Runs sections. Returns those that compared something with an earlier figure: it is not there
+    where that figure has another name by now."""
     done = subprocess.run(
-        [sys.executable, "-c", REHEARSAL, str(tmp_path)],
+        [sys.executable, "-c", REHEARSAL, str(tmp_path), *names],
         env=gpu_check.environment(gpu_check.Options("cpu", True, 1, tmp_path / "cache")),
         cwd=ROOT,
         capture_output=True,
@@ -373,22 +400,18 @@ def test_everything_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = [
-        {"section": section.name, **json.loads(line)}
-        for section in SECTIONS
-        for line in (tmp_path / section.name).read_text().splitlines()
+        {"section": name, **json.loads(line)}
+        for name in names
+        for line in (tmp_path / name).read_text().splitlines()
     ]
-    assert {each["section"] for each in said} == {s.name for s in SECTIONS}
+    assert {each["section"] for each in said} == names
     skipped = {each["section"] for each in said if "skipped" in each}
     assert skipped == ({"vllm"} if find_spec("vllm") is None else set())
     results = [
         Result(**{k: v for k, v in e.items() if k != "section"}) for e in said if "skipped" not in e
     ]
     assert all(result.met is not False for result in results)
-    # Nothing was compared with a figure that has another name by now.
-    assert {each["section"] for each in said if each.get("against") is not None} >= {
-        *("speed", "kernel speed", "fused kernels", "transformers", "variants", "handover"),
-        *("packing", "swap", "large batches", "long context", "mixed steps", "lora"),
-    }
+    return {each["section"] for each in said if each.get("against") is not None}
 
 
 def test_one_gpu_of_several_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ class Pair:
         assert not alive
 
 
-@pytest.mark.parametrize("arch", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("arch", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_tokens_and_kv_of_two_machines(
     arch: str, machine: SecondMachine, saved: Callable[[str], Path]
 ) -> None:
@@ -114,7 +114,13 @@ def test_tokens_and_kv_of_two_machines(
         one.close()
 
 
-@pytest.mark.parametrize("victim", ["rank 0", "rank 3", "machine", "cable", "hangs"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *("rank 3", "cable"),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("rank 0", "machine", "hangs")),
+    ],
+)
 def test_all_end_with_any_part(
     victim: str, machine: SecondMachine, saved: Callable[[str], Path]
 ) -> None:

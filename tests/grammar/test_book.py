@@ -14,7 +14,7 @@ from batonlm.grammar.book import MAX_KEPT_BYTES, GrammarBook
 from batonlm.grammar.compiler import load_vocabulary
 from tests.grammar.answering import BUNDLED
 
-NUM_SCHEMAS = 300
+NUM_SCHEMAS = 160
 SLACK_BYTES = 64 << 20
 """For holes in the heap, and for the process itself."""
 

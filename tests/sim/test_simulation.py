@@ -1,4 +1,4 @@
-"""A thousand disturbed schedules of the real router over simulated processes; slowly, ten thousand.
+"""Hundreds of disturbed schedules of the real router over simulated processes; slowly, thousands.
 
 The bugs planted here are found, so that what is not found is not for want of looking.
 """
@@ -51,17 +51,17 @@ def run_all(seeds: range) -> tuple[int, int]:
 @pytest.mark.deep
 def test_schedules_in_which_sequences_move_all_the_time() -> None:
     moves: Counter[str] = Counter()
-    for report in reports(range(FIRST, FIRST + 600), restless=True):
+    for report in reports(range(FIRST, FIRST + 240), restless=True):
         moves += report.moves
-    assert moves["moved"] > 600
-    assert moves["returned"] > 10, "a few did not arrive"
+    assert moves["moved"] > 240
+    assert moves["returned"] > 4, "a few did not arrive"
 
 
 @pytest.mark.deep
-def test_a_thousand_schedules() -> None:
-    answers, losses = run_all(range(FIRST, FIRST + 1000))
-    assert answers > 2000
-    assert losses > 1000, "nothing was disturbed"
+def test_hundreds_of_schedules() -> None:
+    answers, losses = run_all(range(FIRST, FIRST + 400))
+    assert answers > 800
+    assert losses > 400, "nothing was disturbed"
 
 
 @pytest.mark.parametrize("seed", [1355, 2263])
@@ -74,7 +74,7 @@ def test_what_once_failed(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_ten_thousand_schedules() -> None:
-    run_all(range(FIRST + 1000, FIRST + 11000))
+    run_all(range(FIRST + 400, FIRST + 10400))
 
 
 @pytest.mark.deep
