@@ -18,7 +18,7 @@ Wanted = dict[str, list[int]]
 """Token ids by custom_id."""
 
 
-MANY = 800
+MANY = 400
 """Lines, of which a client that is killed leaves many."""
 
 

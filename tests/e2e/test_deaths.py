@@ -81,7 +81,7 @@ def test_kill_in_mid_stream(pair: Relay, role: str) -> None:
     until_it_comes_about(killed_in_mid_stream, "streams of every form under way")
 
 
-@pytest.mark.parametrize("role", ["decode", "detokenizer"])
+@pytest.mark.parametrize("role", [pytest.param("decode", marks=pytest.mark.slow), "detokenizer"])
 def test_kill_in_mid_call(pair: Relay, role: str) -> None:
     pair.wait_for_all()
     tools = [tool("count", COUNT), tool("ring", {})]

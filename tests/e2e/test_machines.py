@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-@pytest.mark.parametrize("victim", ["rank", "cable"])
+@pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.slow), "cable"])
 def test_streams_go_on_elsewhere(tmp_path_factory: pytest.TempPathFactory, victim: str) -> None:
     asked = requests()[:8]
 

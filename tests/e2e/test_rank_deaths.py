@@ -31,7 +31,13 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 
 
 # How an engine notices each of them is in tests/engine/test_rank_processes.py.
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_streams_go_on_without_a_rank(pair: Relay, number: signal.Signals, rank: int) -> None:
     pair.wait_for_all()
     asked = requests()[:8]

@@ -40,6 +40,8 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": SAID, "temperature": 1.0, "tools": TOOLS, "tool_choice": NAMED},
     ),
 }
+OFTEN = ("sampled", "call")
+"""Two choices, and a call of a tool; the others are in the slow tests."""
 BROKEN_AFTER = 6
 """Events that are read before the router is killed."""
 
@@ -147,7 +149,10 @@ def broken_off(pair: Relay, victim: dict[str, Any], form: str) -> tuple[list[tup
     return came, int(response.headers["x-baton-seed"])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form",
+    [form if form in OFTEN else pytest.param(form, marks=pytest.mark.slow) for form in FORMS],
+)
 def test_another_router_goes_on(pair: Relay, form: str) -> None:
     def broke_off() -> bool:
         victim, other = both(pair)

@@ -139,6 +139,7 @@ def test_versions_that_do_not_overlap_are_kept_apart(
         assert rollout.metric("router-0", "baton_moves_total") == 0
 
 
+@pytest.mark.slow
 def test_old_and_new_run_side_by_side_without_being_mixed(tmp_path: Path) -> None:
     """A canary: two of each, each pair on its own."""
     asked = requests()

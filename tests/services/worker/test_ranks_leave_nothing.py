@@ -43,7 +43,9 @@ async def ranked(tmp_path: Path) -> AsyncIterator[Ranked]:
         yield Ranked(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 async def test_ranks_end_with_their_worker(ranked: Ranked, number: signal.Signals) -> None:
     """Also one that is stopped, where nobody tells them. They listen to nobody but each other."""
     assert len(ranked.ranks) == 4
@@ -61,7 +63,7 @@ async def test_ranks_end_with_their_worker(ranked: Ranked, number: signal.Signal
     await until(lambda: not ranked.alive())
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 async def test_a_worker_ends_with_any_of_its_ranks(ranked: Ranked, rank: int) -> None:
     """Though it is idle, and nothing waits for the rank."""
     ranked.ranks[rank].kill()
