@@ -22,10 +22,10 @@ if not Path("/dev/nvidiactl").exists():
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks() -> Iterator[None]:
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test does with workers that outlive it, nothing of it stays on them."""
     yield
-    leaks.check_all()
+    leaks.check_all(request.fixturenames)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -11,7 +11,7 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import psutil
@@ -23,6 +23,9 @@ IDLE_S = 120.0
 
 SOURCES: dict[object, Callable[[], Iterable[RunningWorker]]] = {}
 """By owner: the workers that live longer than a test."""
+SHARED: dict[str, object] = {}
+"""By the name of the fixture: owners that live longer than a file of tests. Their workers are asked
+only after tests with that fixture: others cannot reach them, and there are thousands of those."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +76,13 @@ def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
         time.sleep(0.02)
 
 
-def check_all() -> None:
-    for workers in list(SOURCES.values()):
-        for worker in workers():
-            check(worker)
+def check_all(fixtures: Collection[str]) -> None:
+    """fixtures: the names of those that the test had."""
+    untouched = [owner for name, owner in SHARED.items() if name not in fixtures]
+    for owner, workers in list(SOURCES.items()):
+        if owner not in untouched:
+            for worker in workers():
+                check(worker)
 
 
 def runs(worker: RunningWorker) -> bool:

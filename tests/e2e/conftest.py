@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import leaks
 from tests.e2e.relay import Relay
 
 
@@ -13,5 +14,6 @@ from tests.e2e.relay import Relay
 def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """The bundled model, KV over NIXL, two of each engine worker."""
     running = Relay(tmp_path_factory.mktemp("relay"), "--prefill", "2", "--decode", "2")
+    leaks.SHARED["relay"] = running
     yield running
     running.close()

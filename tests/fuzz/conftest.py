@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import leaks
 from tests.e2e.relay import Relay
 from tests.encode.models import saved
 from tests.fuzz.target import Target
@@ -13,20 +14,21 @@ from tests.fuzz.target import Target
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    yield from _running(tmp_path_factory, "--runner", "fake", "--vllm-engine")
+    yield from _running("target", tmp_path_factory, "--runner", "fake", "--vllm-engine")
 
 
 @pytest.fixture(scope="session")
 def real_target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    yield from _running(tmp_path_factory, "--vllm-engine")
+    yield from _running("real_target", tmp_path_factory, "--vllm-engine")
 
 
-def _running(factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:
+def _running(fixture: str, factory: pytest.TempPathFactory, *flags: str) -> Iterator[Target]:
     # Templates of clients too, so that more of what they say is shown, and read.
     allowed = {"BATON_ALLOW_CLIENT_TEMPLATES": "true"}
     model = saved("bert-cls", factory.mktemp("vectors") / "bert-cls")
     flags = (*flags, "--embed-model", str(model))
     relay = Relay(factory.mktemp("fuzzed"), *flags, environment=allowed)
+    leaks.SHARED[fixture] = relay
     try:
         target = Target(relay)
         yield target
