@@ -48,7 +48,7 @@ def test_routing(tmp_path: Path) -> None:
     assert found["routing decision, p99"]["goal"] == 1
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_weights(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     file = tmp_path / "figures.json"
@@ -65,7 +65,7 @@ def test_weights(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert four < eight < wide
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_adapters(bench: Bench) -> None:
     few = ["--rounds", "1", "--batch", "4", "--adapters", "1,4", "--context", "32", "--rank", "8"]
     found = bench("adapters", *few)
@@ -77,7 +77,7 @@ def test_adapters(bench: Bench) -> None:
     assert longest["met"] is (longest["ratio"] <= longest["goal"])
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_states(bench: Bench) -> None:
     few = ["--shape", "tiny-hybrid", "--rounds", "1", "--prompts", "130,260", "--turn-tokens", "9"]
     found = bench("states", *few)
@@ -97,7 +97,7 @@ def test_batching(bench: Bench) -> None:
     assert steps["value"] < steps["against"]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_offline(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     file = tmp_path / "figures.json"
@@ -141,7 +141,7 @@ def test_cost(bench: Bench) -> None:
     assert found["blocks saved by sharing, 8 system prompts, 256 users"]["value"] > 30
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_kv(bench: Bench) -> None:
     small = ("--sizes", "1,2", "--prompt-tokens", "256", "--chunks", "64", "--rounds", "1")
     found = bench("kv", *small)
@@ -160,7 +160,7 @@ def test_kv(bench: Bench) -> None:
     assert found[f"{hidden}: last chunk to first decode step"]["value"] > 0
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_stalls(bench: Bench) -> None:
     few = ("--running", "3", "--output-tokens", "48", "--prompt-tokens", "512", "--arrivals", "2")
     found = bench("stalls", *few, "--chunks", "64")
