@@ -20,27 +20,23 @@ FEW = {"llama", "gemma3", "qwen3_moe"}
 """Architectures of the default tests: dense, with windows, with experts."""
 
 LONGEST = (
-    "loadtest/chaos/test_chaos_streams.py",
-    "e2e/test_rank_deaths.py",
-    "loadtest/chaos/test_chaos_kv.py",
-    "e2e/test_deaths.py",
     "services/worker/test_degrees.py",
-    "e2e/test_skew.py",
-    "engine/test_machines.py",
-    "e2e/test_batch.py",
-    "e2e/test_machines.py",
     "loadtest/bench/test_bench_runs.py",
-    "services/worker/test_ranks_leave_nothing.py",
-    "engine/test_gpu_check.py",
+    "engine/test_machines.py",
     "e2e/test_every_way.py",
-    "e2e/test_states.py",
+    "engine/test_rank_processes.py",
+    "engine/test_gpu_check.py",
     "deploy/test_compiled.py",
     "e2e/test_adapter_parity.py",
     "e2e/test_parity.py",
 )
-"""Files that take a minute and more. They begin first, so that no process is left with one of them
-when the others have nothing more to do. Those that run several ranks alternate with others: waiting
-ranks spin, and two such fleets take each other's cores."""
+"""Files of the default and deep tests that take a minute and more. They begin first, so that no
+process is left with one of them when the others have nothing more to do. Those that run several
+ranks alternate with others: waiting ranks spin, and two such fleets take each other's cores."""
+
+LAST = ("fuzz", "e2e")
+"""Folders whose tests share a Baton until the session ends. They come last, so that it does not run
+idle beside thousands of others."""
 
 
 def examples(count: int) -> int:
@@ -52,13 +48,14 @@ def longest_first(items: list[pytest.Item]) -> None:
     """Sorts tests; those of a file keep their order."""
     places = {name: place for place, name in enumerate(LONGEST)}
     tests = Path(__file__).parent
-    items.sort(
-        key=lambda item: (
-            places.get(item.path.relative_to(tests).as_posix(), len(LONGEST))
-            if item.path.is_relative_to(tests)
-            else len(LONGEST)
-        )
-    )
+
+    def place(item: pytest.Item) -> int:
+        if not item.path.is_relative_to(tests):
+            return len(places)
+        path = item.path.relative_to(tests)
+        return places.get(path.as_posix(), len(places) + (path.parts[0] in LAST))
+
+    items.sort(key=place)
 
 
 def mark(items: Iterable[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""A hundred LoRA adapters, sixteen requests of each, all at once, while a decode worker is killed.
+"""A hundred LoRA adapters, eight requests of each, all at once, while a decode worker is killed.
 
 What comes of it is judged elsewhere: `test_adapter_parity.py` holds it against transformers,
 `tests/clients/test_peft.py` against peft itself.
@@ -19,7 +19,7 @@ from tests.engine.tiny_models import save_tiny_model
 
 ARCH = "llama"
 NAMES = tuple(f"a{index}" for index in range(100))
-LENGTHS = (1, 5, 15, 16, 17, 31, 33, 40) * 2
+LENGTHS = (1, 5, 15, 16, 17, 31, 33, 40)
 """Of the prompts in tokens: one request of each adapter for each."""
 KNOWN = 400
 """Token ids that the tiny tokenizer has."""

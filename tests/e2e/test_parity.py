@@ -37,7 +37,6 @@ DEEP = [
     ("gemma3", "loopback, chunks of 37"),
     ("qwen3_moe", "local prefill"),
     ("deepseek_v3", "nixl, chunks of 37"),
-    ("gemma4", "nixl, chunks of 37"),
 ]
 # What an architecture can get wrong on its way through the processes is its KV's shape and which
 # positions are read, so each meets the odd chunks over NIXL and one other way.
