@@ -232,10 +232,8 @@ def test_a_partition(tmp_path: Path) -> None:
 @pytest.mark.chaos
 @pytest.mark.timeout(SLOWEST_S)
 def test_a_rolling_restart(tmp_path: Path) -> None:
-    roles = ("prefill", "detokenizer")
-    found = run(
-        tmp_path, "rolling", "--streams", "16", "--hold", "0", "--rounds", "1", "--roles", *roles
-    )
-    assert all(found[f"restarts of a {role} process"] == 2 for role in roles)
-    assert found["pools scaled down to one and up again"] == len(roles)
+    words = ("--streams", "16", "--hold", "0", "--rounds", "1", "--roles", "prefill")
+    found = run(tmp_path, "rolling", *words)
+    assert found["restarts of a prefill process"] == 2
+    assert found["pools scaled down to one and up again"] == 1
     assert found["requests that failed"] == 0
