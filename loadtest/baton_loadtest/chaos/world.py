@@ -220,11 +220,16 @@ class World:
         """Returns when both are idle with all buffers free. Raises Broken if that does not
         happen."""
 
-        def settled() -> bool:
-            states = [peer.ask("state") for peer in self.peers.values()]
-            return all(state["idle"] and state["free"] == state["buffers"] for state in states)
+        states: dict[str, PeerMessage] = {}
 
-        until(settled, "both sides to be idle with full rings")
+        def settled() -> bool:
+            states.update((role, peer.ask("state")) for role, peer in self.peers.items())
+            return all(s["idle"] and s["free"] == s["buffers"] for s in states.values())
+
+        try:
+            until(settled, "both sides to be idle with full rings")
+        except Broken as error:
+            raise Broken(f"{error.message}: {states}") from None
 
 
 def right(message: PeerMessage, positions: int) -> bool:
