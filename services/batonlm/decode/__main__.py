@@ -11,13 +11,11 @@ from batonlm.rpc import metrics
 from batonlm.rpc.config import load
 from batonlm.rpc.lifecycle import run
 from batonlm.rpc.server import Service
-from batonlm.transfer.peers import SenderConnection
-from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.staging import NO_FAULTS, Faults
 from batonlm.v1 import decode_pb2_grpc
 from batonlm.worker.engine import OpenRunner, open_runner
 from batonlm.worker.options import DecodeConfig, WorkerOptions
-from batonlm.worker.process import PROBE_INTERVAL_S, WorkerParts, run_worker
+from batonlm.worker.process import WorkerParts, run_worker
 
 
 def main() -> int:
@@ -35,18 +33,10 @@ def serve(
         return settled.policy
 
     def service(parts: WorkerParts) -> tuple[DecodeService, Service]:
-        receiver = KvReceiver(
-            parts.identity,
-            parts.runner.layout,
-            parts.staging,
-            lambda sender: SenderConnection(parts.channels.get(sender.address, sender.role)),
-            stats=parts.stats,
-        )
-        receiver.start_probing(PROBE_INTERVAL_S)
         made = DecodeService(
             parts.engine,
             parts.sender,
-            receiver,
+            parts.receiver,
             parts.grammars,
             tracer=parts.tracer,
         )

@@ -46,6 +46,7 @@ def serve(
         made = PrefillService(
             parts.engine,
             parts.sender,
+            parts.receiver,
             parts.grammars,
             tracer=parts.tracer,
         )

@@ -21,6 +21,7 @@ from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey
+from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.events import AttemptFailed, Computed, Event, FirstTokens, Planned
 from batonlm.core.scheduler.loop import EngineLoop
@@ -28,12 +29,20 @@ from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload, ModelRunner
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import tracing
-from batonlm.rpc.convert import attempt_from_proto, choice_tokens_to_proto, prompt_logprobs_to_proto
+from batonlm.rpc.convert import (
+    attempt_from_proto,
+    choice_tokens_to_proto,
+    identity_from_proto,
+    prompt_logprobs_to_proto,
+)
 from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import OFF, Span, Tracer, ending, error_type, now
+from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1 import prefill_pb2 as pb
 from batonlm.v1 import prefill_pb2_grpc
+from batonlm.v1.types_pb2 import PrefixCollected
+from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
@@ -85,6 +94,10 @@ class PrefillAttempt:
     """Whether it was ended early; its blocks are freed as soon as no copy runs."""
     counted: int = 0
     """Positions that the metrics include."""
+    prefix_sender: WorkerIdentity | None = None
+    """The worker whose cache has the beginning of its input."""
+    prefix_collected: PrefixCollected | None = None
+    """What came of that, once it has ended."""
 
 
 class PrefillService(AttemptService[PrefillAttempt]):
@@ -103,6 +116,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         self,
         engine: EngineThread,
         sender: KvSender,
+        receiver: KvReceiver,
         grammars: GrammarBook,
         *,
         handover_timeout_s: float = HANDOVER_TIMEOUT_S,
@@ -111,6 +125,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
         super().__init__(
             engine, sender, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
         )
+        self._receiver = receiver
+        self._prefixes = PrefixExchange(engine, sender, receiver)
         self._receivers = LiveReceivers()
         self._cancelled_early: OrderedDict[AttemptKey, None] = OrderedDict()
         """Attempts whose cancel arrived before their run: a cancel may overtake it."""
@@ -122,10 +138,24 @@ class PrefillService(AttemptService[PrefillAttempt]):
         computing = any(not running.first.done() for running in self.attempts.values())
         return WorkerState.DRAINING if computing else WorkerState.KV_ONLY
 
+    @property
+    def holdings(self) -> dict[str, int]:
+        return {**self._receiver.holdings, **self._prefixes.holdings, **super().holdings}
+
+    @property
+    def probing(self) -> bool:
+        return self._receiver.probing or self._prefixes.offers_some or super().probing
+
     async def run(
-        self, attempt: Attempt, handover_id: bytes, decode_instance_id: str, router: str = ""
-    ) -> FirstTokens:
-        """Computes the input's KV and token 0 of every choice. router: its instance id.
+        self,
+        attempt: Attempt,
+        handover_id: bytes,
+        decode_instance_id: str,
+        router: str = "",
+        prefix_sender: WorkerIdentity | None = None,
+    ) -> tuple[FirstTokens, PrefixCollected | None]:
+        """Computes the input's KV and token 0 of every choice, behind what comes from
+        prefix_sender's cache; returns what came of that, too. router: its instance id.
 
         With a handover_id the KV is kept until the decode worker has it or its deadline passes.
         Raises Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
@@ -136,9 +166,12 @@ class PrefillService(AttemptService[PrefillAttempt]):
             raise refusal
         span = self._tracer.go_on(tracing.PREFILL_RUN, parent=TraceContext(attempt.traceparent))
         first = asyncio.get_running_loop().create_future()
-        running = self.attempts[attempt.key] = PrefillAttempt(attempt, router, first, span)
+        running = self.attempts[attempt.key] = PrefillAttempt(
+            attempt, router, first, span, prefix_sender=prefix_sender
+        )
         with ending(span):
-            return await self._run(running, handover_id, decode_instance_id)
+            tokens = await self._run(running, handover_id, decode_instance_id)
+        return tokens, running.prefix_collected
 
     def cancel(self, key: AttemptKey) -> None:
         """Ends an attempt, even during its hand-over. An unknown attempt is not an error."""
@@ -166,11 +199,13 @@ class PrefillService(AttemptService[PrefillAttempt]):
         self._draining = True
         for running in list(self.attempts.values()):
             self._finish(running, Unavailable("this prefill worker is leaving"))
+        await self._prefixes.close()
         await self._sender.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._receiver.close()
 
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
         """The attempts without a hand-over; the others count on their decode worker."""
@@ -188,6 +223,11 @@ class PrefillService(AttemptService[PrefillAttempt]):
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
                 if handover_id:
                     self._offer(running, handover_id, decode_instance_id)
+                if running.prefix_sender is not None:
+                    about = named(attempt.request_id, running.span.context.trace_id)
+                    running.prefix_collected = await self._prefixes.collect(
+                        attempt, running.prefix_sender, about
+                    )
                 grammar = await self._grammars.compiled(attempt.grammar)
                 if running.over:
                     # Its blocks were freed already; those that it got now would stay.
@@ -362,11 +402,15 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             raise InvalidArgument("must be empty or 16 bytes", field="handover_id")
         if request.handover_id and not request.decode_instance_id:
             raise InvalidArgument("is needed with a handover_id", field="decode_instance_id")
-        first = await self._service.run(
+        prefix_sender = None
+        if request.HasField("prefix_sender"):
+            prefix_sender = identity_from_proto(request.prefix_sender)
+        first, prefix = await self._service.run(
             attempt_from_proto(request.attempt),
             request.handover_id,
             request.decode_instance_id,
             request.router_instance_id,
+            prefix_sender,
         )
         return pb.RunResponse(
             choices=[choice_tokens_to_proto(tokens) for tokens in first.tokens],
@@ -374,6 +418,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             queue_us=round(first.queue_s * 1e6),
             prefill_us=round(first.prefill_s * 1e6),
             prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
+            prefix=prefix,
         )
 
     async def Cancel(

@@ -34,7 +34,7 @@ CALLERS: dict[str, frozenset[str]] = {
     "baton.v1.Decode": frozenset({"router"}),
     "baton.v1.Detokenizer": frozenset({"router"}),
     "baton.v1.Encode": frozenset({"router"}),
-    "baton.v1.Handover": frozenset({"decode", DOCTOR}),
+    "baton.v1.Handover": frozenset({"prefill", "decode", DOCTOR}),
     "baton.v1.Worker": frozenset({"router", DOCTOR}),
     "baton.v1.Adapters": frozenset({"router"}),
     "grpc.health.v1.Health": ROLES,

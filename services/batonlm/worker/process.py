@@ -41,6 +41,8 @@ from batonlm.rpc.loop import freeze_garbage
 from batonlm.rpc.server import ProcessServer, Service
 from batonlm.rpc.tracing import Tracer
 from batonlm.rpc.worker import worker_service
+from batonlm.transfer.peers import SenderConnection
+from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender
 from batonlm.transfer.staging import NO_FAULTS, Faults
 from batonlm.transfer.stats import HandoverStats
@@ -107,10 +109,8 @@ class WorkerParts:
     runner: ModelRunner
     identity: WorkerIdentity
     staging: Staging
-    stats: HandoverStats
-    """The statistics of a prefill worker's sender, or of a decode worker's receiver."""
     sender: KvSender
-    channels: Channels
+    receiver: KvReceiver
     grammars: GrammarBook
     tracer: Tracer
 
@@ -205,26 +205,31 @@ async def _run_settled(
         await adapters.load_given(options.adapters)
         probes.startup.enter("ring")
         identity = WorkerIdentity(role, instance_id, address)
-        stats = HandoverStats()
+        received, sent = HandoverStats(), HandoverStats()
         staging, self_test = await open_staging(
-            options, ucx, engine, runner, identity, stats, ends,
+            options, ucx, engine, runner, identity, received, ends,
             probe_interval_s=PROBE_INTERVAL_S, faults=faults,
         )  # fmt: skip
         grammars = await asyncio.to_thread(open_book, options, runner.model)
         ends.callback(grammars.close)
-        given = stats if side == "sender" else HandoverStats()
-        sender = KvSender(identity, runner.layout, staging, stats=given)
+        sender = KvSender(identity, runner.layout, staging, stats=sent)
+        receiver = KvReceiver(
+            identity,
+            runner.layout,
+            staging,
+            lambda peer: SenderConnection(channels.get(peer.address, peer.role)),
+            stats=received,
+        )
+        receiver.start_probing(PROBE_INTERVAL_S)
         service, served = make_service(
-            WorkerParts(
-                engine, runner, identity, staging, stats, sender, channels, grammars, tracer
-            )
+            WorkerParts(engine, runner, identity, staging, sender, receiver, grammars, tracer)
         )
         ends.push_async_callback(service.close)
         report = WorkerReport(
-            engine, staging, stats, side, runner.num_blocks, scheduler, service, self_test
+            engine, staging, received, side, runner.num_blocks, scheduler, service, self_test
         )
-        if given is not stats:
-            export_handovers("sender", given)
+        export_handovers("sender", sent)
+        export_handovers("receiver", received)
         report.export()
         report.export_aliases(runner.model.name, runner.block_size)
         metrics.gauge(metrics.ADAPTERS, lambda: {(): len(adapters.held.adapters)})

@@ -33,8 +33,9 @@ class WorkerReport:
     engine: EngineThread
     staging: Staging
     stats: HandoverStats
+    """The receiver's, and the self-test's."""
     side: str
-    """The label `side` of hand-over metrics: sender or receiver."""
+    """What the staging pool is mostly for: sender or receiver."""
     num_blocks: int
     scheduler: Scheduler
     """It belongs to the engine thread; only its counters and its speed are read here."""
@@ -67,7 +68,6 @@ class WorkerReport:
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
         metrics.totals(metrics.PREEMPTIONS, lambda: _by_kind(self.scheduler.preemptions))
-        export_handovers(self.side, self.stats)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.service.num_attempts})
         mismatches = self.stats.mismatches
         metrics.totals(metrics.KV_CHUNKS_REFUSED, lambda: {(k,): mismatches[k] for k in MISMATCHES})
