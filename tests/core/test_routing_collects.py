@@ -137,10 +137,17 @@ def test_who_gave_none_a_moment_ago_is_left_alone() -> None:
     assert routed(pair(), demand=replace(full(), scored=True)).plan is None
 
 
-def test_a_prefill_worker_computes_alone() -> None:
-    """Decode collects what prefill computes and nothing else."""
-    view = PoolSnapshot(pair(), Overlap(((32, 1),)))
-    prefills = PoolSnapshot([measured("p", "prefill")])
-    decision = decide(full(), prefills, view, BY_TIME)
-    if decision.prefill is not None:
-        assert decision.plan is None
+def test_a_prefill_worker_collects_from_either_pool() -> None:
+    """Decode collects what prefill hands over, and nothing else."""
+    decodes = PoolSnapshot(pair(waiting_tokens=2000), Overlap(((32, 1),)))
+    prefills = [
+        replace(measured(name, "prefill", free_blocks=1000), number=i, kv_bytes_per_position=1000)
+        for i, name in enumerate(("p", "q"))
+    ]
+    prefills[1] = replace(prefills[1], load=replace(prefills[1].load, waiting_tokens=4000))
+    policy = replace(BY_TIME, local_prefill_tokens=0)
+    for held, sender in ((Overlap(), "a"), (Overlap(((31, 2),)), "a"), (Overlap(((33, 2),)), "q")):
+        demand = replace(TURN, input_tokens=64 * 33 + 10)
+        decision = decide(demand, PoolSnapshot(prefills, held), decodes, policy)
+        assert decision.prefill == prefills[0].identity
+        assert decision.plan is not None and decision.plan.sender.instance_id == sender

@@ -97,8 +97,14 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     made: list[PrefillService] = []
     engine: Any = SimEngine(host, loop, lambda events: made[0].deliver(events), step_s)
     sender: Any = SimSender(host, kv)
+    receiver: Any = SimReceiver(host, kv)
     service = PrefillService(
-        engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S, tracer=host.tracer
+        engine,
+        sender,
+        receiver,
+        GrammarBook(None),
+        handover_timeout_s=HANDOVER_S,
+        tracer=host.tracer,
     )
     made.append(service)
     identity = WorkerIdentity("prefill", new_instance_id(), host.address)

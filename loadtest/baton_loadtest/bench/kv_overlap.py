@@ -245,9 +245,21 @@ async def serve_prefill() -> None:
                 ends, job, positions, rules, lambda e: services[0].deliver(e), note_step
             )
             me = identity("prefill")
-            sender = KvSender(me, layout, await open_staging(ends, job, me.instance_id))
+            staging = await open_staging(ends, job, me.instance_id)
+            sender = KvSender(me, layout, staging)
+            channels = Channels()
+            ends.push_async_callback(channels.close)
+            receiver = KvReceiver(
+                me, layout, staging, lambda peer: SenderConnection(channels.get(peer.address))
+            )
             services.append(
-                PrefillService(engine, sender, GrammarBook(None), handover_timeout_s=HANDOVER_S)
+                PrefillService(
+                    engine,
+                    sender,
+                    receiver,
+                    GrammarBook(None),
+                    handover_timeout_s=HANDOVER_S,
+                )
             )
             ends.push_async_callback(services[0].close)
             await add_sender(ends, me, sender)

@@ -30,6 +30,7 @@ class RunRequest(_message.Message):
     DECODE_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     ROUTER_INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    PREFIX_SENDER_FIELD_NUMBER: _builtins.int
     handover_id: _builtins.bytes
     """Names the hand-over: 16 random bytes, minted per attempt by the router, used once. Empty: nothing is
     handed over (every choice ends at token 0).
@@ -44,6 +45,12 @@ class RunRequest(_message.Message):
     def attempt(self) -> _types_pb2.Attempt:
         """What to run."""
 
+    @_builtins.property
+    def prefix_sender(self) -> _types_pb2.WorkerIdentity:
+        """A worker from whose cache the beginning of its KV is collected before the rest is computed. Whatever does not come is
+        computed, too.
+        """
+
     def __init__(
         self,
         *,
@@ -52,10 +59,11 @@ class RunRequest(_message.Message):
         decode_instance_id: _builtins.str = ...,
         prefill_instance_id: _builtins.str = ...,
         router_instance_id: _builtins.str = ...,
+        prefix_sender: _types_pb2.WorkerIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix_sender", b"prefix_sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_instance_id", b"decode_instance_id", "handover_id", b"handover_id", "prefill_instance_id", b"prefill_instance_id", "router_instance_id", b"router_instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "decode_instance_id", b"decode_instance_id", "handover_id", b"handover_id", "prefill_instance_id", b"prefill_instance_id", "prefix_sender", b"prefix_sender", "router_instance_id", b"router_instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -72,6 +80,7 @@ class RunResponse(_message.Message):
     QUEUE_US_FIELD_NUMBER: _builtins.int
     PREFILL_US_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Input tokens whose KV came from this worker's prefix cache."""
     queue_us: _builtins.int
@@ -86,6 +95,10 @@ class RunResponse(_message.Message):
     def prompt_logprobs(self) -> _types_pb2.PromptLogprobs:
         """Of the prompt's tokens, when asked for."""
 
+    @_builtins.property
+    def prefix(self) -> _types_pb2.PrefixCollected:
+        """When a prefix was to be collected; its tokens are among the cached ones."""
+
     def __init__(
         self,
         *,
@@ -94,10 +107,11 @@ class RunResponse(_message.Message):
         queue_us: _builtins.int = ...,
         prefill_us: _builtins.int = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
+        prefix: _types_pb2.PrefixCollected | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -279,7 +279,17 @@ async def pair(
         given, taken = HandoverStats(), HandoverStats()
         sender = KvSender(identity, prefill_runner.layout, staging, stats=given, limits=limits)
         prefilling = PrefillService(
-            engine, sender, GrammarBook(None), handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine,
+            sender,
+            KvReceiver(
+                identity,
+                prefill_runner.layout,
+                staging,
+                lambda peer: SenderConnection(channels.get(peer.address)),
+            ),
+            GrammarBook(None),
+            handover_timeout_s=handover_timeout_s,
+            tracer=tracer,
         )
         services["prefill"] = prefilling
         ends.push_async_callback(prefilling.close)

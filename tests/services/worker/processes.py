@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.model import WorkerIdentity
-from batonlm.rpc.convert import attempt_to_proto, identity_from_proto
+from batonlm.rpc.convert import attempt_to_proto, identity_from_proto, identity_to_proto
 from batonlm.v1 import prefill_pb2, worker_pb2
 from batonlm.v1.prefill_pb2_grpc import PrefillStub
 from batonlm.v1.worker_pb2_grpc import WorkerStub
@@ -87,12 +87,19 @@ async def worker(
         await process.wait()
 
 
-def run_on(prefill: Process, decode: Process, one: Attempt, handover_id: bytes) -> Any:
+def run_on(
+    prefill: Process,
+    decode: Process,
+    one: Attempt,
+    handover_id: bytes,
+    prefix_sender: WorkerIdentity | None = None,
+) -> Any:
     return PrefillStub(prefill.channel).Run(
         prefill_pb2.RunRequest(
             attempt=attempt_to_proto(one),
             handover_id=handover_id,
             decode_instance_id=decode.identity.instance_id,
+            prefix_sender=None if prefix_sender is None else identity_to_proto(prefix_sender),
         )
     )
 

@@ -1,4 +1,4 @@
-"""A decode worker collects the beginning of an input from another one's cache: real processes."""
+"""A worker collects the beginning of an input from another one's cache: real processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from batonlm.core.request.attempt import Attempt
 from batonlm.transfer import nixl
 from batonlm.v1.decode_pb2_grpc import DecodeStub
-from tests.services.worker.pair import attempt, reference
-from tests.services.worker.processes import Process, metrics_of, worker
+from tests.services.worker.pair import attempt, new_id, reference
+from tests.services.worker.processes import Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
@@ -85,6 +85,42 @@ async def test_turn_2_computes_only_what_no_worker_has(tmp_path: Path) -> None:
         for outcome in ("completed", "cached", "gone"):
             assert read[f'baton_prefix_collects_total{{outcome="{outcome}"}}'] == 1
         await has_it.idle()
+
+
+async def test_prefill_collects_what_decode_has_and_hands_all_over(tmp_path: Path) -> None:
+    first, second = turns()
+    size = len(second.token_ids)
+    async with (
+        worker("batonlm.prefill", tmp_path) as prefill,
+        worker("batonlm.decode", tmp_path) as has_it,
+        worker("batonlm.decode", tmp_path) as needs_it,
+        connected(has_it) as there,
+    ):
+        here = RouterEnd(DecodeStub(needs_it.channel), needs_it.identity, prefill.identity)
+        await here.connect()
+        await there.start(first)
+        assert await there.ended(first) == reference(first)
+        known = (500 + len(reference(first)[0]) - 1) // 16 * 16
+
+        handover_id = new_id()
+        await here.start(second, handover_id)
+        answer = await run_on(prefill, needs_it, second, handover_id, has_it.identity)
+        assert await here.ended(second) == reference(second)
+        assert (answer.prefix.outcome, answer.prefix.num_tokens) == ("completed", known)
+        assert answer.cached_tokens == known
+        assert here.started[second.key].received_bytes == 16 * size
+
+        read = await asyncio.to_thread(metrics_of, prefill.metrics)
+        assert counted(read, "baton_prefill_tokens_total") == size - known
+        assert read['baton_prefix_collected_tokens_total{source="decode"}'] == known
+        assert read['baton_handover_bytes_total{side="receiver"}'] == 16 * known
+
+        # And the other way round: a decode worker that computes collects from prefill.
+        last = replace(second, request_id="last")
+        await there.start(last, prefix_sender=prefill.identity)
+        assert await there.ended(last) == reference(last)
+        assert there.started[last.key].prefix.outcome == "completed"
+        await here.break_off()
 
 
 @pytest.mark.parametrize("point", ["sender.announced", "sender.sealed"])

@@ -5,14 +5,14 @@ total, for the attempt and for the sequences that it slows down, by the workers'
 Without measurements, a long enough prompt gets one. The router waits for a prefill worker that is
 merely busy: its load must not spill over into decode's steps.
 
-Where the operator allows it, a decode worker that computes an input collects the beginning of it
-from the cache of another one, if it is predicted to have it in half the time that computing takes.
+Where the operator allows it, the worker that computes an input first collects the beginning of it
+from another one's cache, if it is predicted to have it in half the time that computing takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 from random import Random
@@ -96,6 +96,13 @@ class PrefixPlan(NamedTuple):
     """The predicted seconds until it is here."""
 
 
+class PrefixHolder(NamedTuple):
+    """A worker that may give the beginning of an input from its cache."""
+
+    num_tokens: int
+    worker: WorkerSnapshot
+
+
 class Cost(NamedTuple):
     """The predicted cost of an attempt on a worker, in seconds, by cause.
 
@@ -135,8 +142,8 @@ class Moment:
     """A median speed, used for a worker that has not measured its own."""
     first_met: float = 0.0
     """When the oldest worker was first seen."""
-    holders: Sequence[WorkerSnapshot] = ()
-    """Workers that may give a prefix from their caches, those that have most of it first."""
+    holders: Sequence[PrefixHolder] = ()
+    """Those that have most of the input first."""
     least_collected: int = 0
     """See `RoutingPolicy.collect_prefix_tokens`."""
 
@@ -146,29 +153,36 @@ def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) ->
     return max(1, demand.input_tokens - UNIT_TOKENS * overlap.units(worker.number))
 
 
-def prefill_cost(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Cost:
-    """Returns the cost of computing the input on the worker and handing its KV over."""
+def prefill_cost(
+    demand: Demand, worker: WorkerSnapshot, moment: Moment, plan: PrefixPlan | None = None
+) -> Cost:
+    """Returns the cost of computing the input on the worker, behind what is collected by the plan,
+    and handing its KV over."""
     known = worker.load.speed
     speed = known if known.prefills else moment.default_speed
     uncached = uncached_tokens(demand, worker, moment.overlap)
+    collect_s = 0.0
+    if plan is not None:
+        uncached, collect_s = demand.input_tokens - plan.num_tokens, plan.collect_s
     share, sequences = _share(worker, moment), worker.num_sequences
     queue_s = speed.queue_s(worker.waiting_tokens, sequences)
     compute_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
     crowd_s = SEQUENCE_S * (sequences / share + demand.choices)
     shortage_s = _shortage_s(demand, worker, speed)
-    total = queue_s / share + compute_s + crowd_s + shortage_s
-    return Cost(total, queue_s, compute_s, crowd_s, 0.0, shortage_s, share, uncached)
+    total = queue_s / share + compute_s + crowd_s + shortage_s + collect_s
+    return Cost(total, queue_s, compute_s, crowd_s, 0.0, shortage_s, share, uncached, collect_s)
 
 
 def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> PrefixPlan | None:
     """Returns from which worker's cache a worker that computes the input should collect its
     beginning first; None: from none."""
+    if not moment.holders:
+        return None
     own = UNIT_TOKENS * moment.overlap.units(worker.number)
     # Who holds most may be full and so no candidate, and yet the only one that has measured.
-    median = default_speed([worker, *moment.holders])
+    median = default_speed([worker, *(holder.worker for holder in moment.holders)])
     speed = worker.load.speed.or_else(median)
-    for holder in moment.holders:
-        known = min(UNIT_TOKENS * moment.overlap.units(holder.number), demand.input_tokens - 1)
+    for known, holder in moment.holders:
         if known <= own or known - own < moment.least_collected:
             return None
         if not _can_give(holder, worker):
@@ -561,17 +575,17 @@ def decide(
     now: float = 0.0,
 ) -> Decision:
     """Filters, scores and picks. now: on the clock of `WorkerSnapshot.since`."""
+    holders = prefix_holders(demand, (decodes, prefills), policy)
     if not demand.needs_decode:
-        alone = _prefill(demand, prefills, policy, now)
+        alone = _prefill(demand, prefills, policy, now, holders)
         if alone.best is not None:
             return _on_prefill(alone, None, ALONE)
     found = filtered(demand, decodes)
-    moment = _moment(decodes, found.fitting, policy, now)
-    moment = _with_holders(demand, decodes, moment, policy)
+    moment = _moment(decodes, found.fitting, policy, now, holders)
     costs = []
     locally = []
     for worker in found.fitting:
-        plan = prefix_plan(demand, worker, moment) if moment.holders else None
+        plan = prefix_plan(demand, worker, moment)
         cost = decode_costs(demand, worker, moment, plan)
         costs.append((cost, worker))
         locally.append(ScoredWorker(cost[0], worker, plan))
@@ -585,7 +599,7 @@ def decide(
     collecting = ranked(demand, [ScoredWorker(cost[1], worker) for cost, worker in costs])
     there = _Choice(collecting, found.others)
     assert there.best is not None
-    apart = _prefill(demand, prefills, policy, now, there.best.worker)
+    apart = _prefill(demand, prefills, policy, now, holders, there.best.worker)
     if apart.best is None:
         if not short and any(candidate.filter_reason in PASSING for candidate in apart.others):
             seen = (*here.candidates(picked=False), *apart.candidates())
@@ -640,39 +654,57 @@ def _prefill(
     pool: PoolSnapshot,
     policy: RoutingPolicy,
     now: float,
+    holders: Sequence[PrefixHolder],
     receiver: WorkerSnapshot | None = None,
 ) -> _Choice:
     found = filtered(demand, pool, receiver)
-    moment = _moment(pool, found.fitting, policy, now)
-    costs = [ScoredWorker(prefill_cost(demand, worker, moment), worker) for worker in found.fitting]
+    moment = _moment(pool, found.fitting, policy, now, holders)
+    costs = []
+    for worker in found.fitting:
+        plan = prefix_plan(demand, worker, moment)
+        costs.append(ScoredWorker(prefill_cost(demand, worker, moment, plan), worker, plan))
     return _Choice(ranked(demand, costs), found.others)
 
 
 def _moment(
-    pool: PoolSnapshot, fitting: Sequence[WorkerSnapshot], policy: RoutingPolicy, now: float
+    pool: PoolSnapshot,
+    fitting: Sequence[WorkerSnapshot],
+    policy: RoutingPolicy,
+    now: float,
+    holders: Sequence[PrefixHolder],
 ) -> Moment:
     first_met = min((worker.since for worker in fitting), default=now)
-    return Moment(pool.overlap, now, policy.slow_start_s, default_speed(fitting), first_met)
+    return Moment(
+        pool.overlap,
+        now,
+        policy.slow_start_s,
+        default_speed(fitting),
+        first_met,
+        holders,
+        policy.collect_prefix_tokens,
+    )
 
 
-def _with_holders(
-    demand: Demand, pool: PoolSnapshot, moment: Moment, policy: RoutingPolicy
-) -> Moment:
-    """Adds the workers that may give prefixes, if the policy allows it."""
+def prefix_holders(
+    demand: Demand, pools: Iterable[PoolSnapshot], policy: RoutingPolicy
+) -> Sequence[PrefixHolder]:
+    """Returns the workers that may give a prefix, those that have most of the input first; none
+    unless the policy allows it."""
     least = policy.collect_prefix_tokens
     if not least or demand.scored:
-        return moment
-    numbers = pool.overlap.most(MAX_HOLDERS, 0)
+        return ()
     withheld = demand.failed | demand.ejected | demand.not_giving
-    holders = [
-        worker
-        for worker in pool.workers
-        if worker.number in numbers and worker.identity.instance_id not in withheld
-    ]
-    if least < 0 and not any(holder.load.speed.prefills for holder in holders):
-        return moment
-    holders.sort(key=lambda worker: -moment.overlap.units(worker.number))
-    return replace(moment, holders=holders, least_collected=least)
+    holders = []
+    for pool in pools:
+        numbers = pool.overlap.most(MAX_HOLDERS, 0)
+        for worker in pool.workers:
+            if worker.number in numbers and worker.identity.instance_id not in withheld:
+                units = pool.overlap.units(worker.number)
+                known = min(UNIT_TOKENS * units, demand.input_tokens - 1)
+                holders.append(PrefixHolder(known, worker))
+    if least < 0 and not any(holder.worker.load.speed.prefills for holder in holders):
+        return ()
+    return sorted(holders, key=lambda holder: -holder.num_tokens)
 
 
 def _can_give(holder: WorkerSnapshot, worker: WorkerSnapshot) -> bool:

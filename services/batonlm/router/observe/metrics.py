@@ -74,8 +74,8 @@ RETRIES = Spec("baton_retries_total", "Attempts run again before any output toke
 KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
 COLLECTED_TOKENS = Spec(
     "baton_prefix_tokens_total",
-    "Input tokens whose KV decode workers collected from another one's cache, by why the attempt "
-    "did not run there.",
+    "Input tokens whose KV workers collected from another one's cache, by why the attempt did not "
+    "run there.",
     ("reason",),
 )
 REFUSALS = Spec("baton_refusals_total", "Requests that were not let in, by why.", ("reason",))

@@ -389,7 +389,10 @@ class AttemptRunner:
     ) -> None:
         try:
             answer = await worker.client.prefill(
-                attempt, handover_id=handover_id, decode_instance_id=decode_instance_id
+                attempt,
+                handover_id=handover_id,
+                decode_instance_id=decode_instance_id,
+                plan=None if self._place is None else self._place.decision.plan,
             )
             found, logprobs = _read(answer)
         except BatonError as error:
@@ -400,6 +403,8 @@ class AttemptRunner:
             if self._place is not None:
                 self._place.answered(answer.queue_us / 1e6, answer.prefill_us / 1e6)
             self._stages.prefill_answered(self._run, answer)
+            if answer.HasField("prefix"):
+                self._prefix_over(answer.prefix)
             self._request.kv_complete(self._run, answer.cached_tokens)
             if logprobs is not None:
                 self._request.scored(logprobs)

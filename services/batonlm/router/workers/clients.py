@@ -13,8 +13,9 @@ from batonlm.core.kvcache.prefix import HASH_BYTES
 from batonlm.core.observe.stages import UNTRACED, TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey
 from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.routing.routing import PrefixPlan
 from batonlm.rpc.calls import cancelled_here
-from batonlm.rpc.convert import attempt_to_proto, error_from_proto
+from batonlm.rpc.convert import attempt_to_proto, error_from_proto, identity_to_proto
 from batonlm.rpc.errors import REQUEST_ID_KEY, from_rpc_error
 from batonlm.rpc.tracing import metadata_of
 from batonlm.v1.encode_pb2 import EncodeRunRequest, EncodeRunResponse, VectorOutput
@@ -98,9 +99,16 @@ class PrefillClient(UnaryClient):
         self._worker = worker
 
     async def prefill(
-        self, attempt: Attempt, *, handover_id: bytes, decode_instance_id: str
+        self,
+        attempt: Attempt,
+        *,
+        handover_id: bytes,
+        decode_instance_id: str,
+        plan: PrefixPlan | None = None,
     ) -> RunResponse:
-        """Prefills an attempt. Without a handover_id nothing is handed over. Raises BatonError."""
+        """Prefills an attempt, behind what the worker collects by the plan. Without a handover_id
+        nothing is handed over. Raises BatonError."""
+        prefix_sender = None if plan is None else identity_to_proto(plan.sender)
         answer: RunResponse = await self.call(
             self._stub.Run,
             RunRequest(
@@ -109,6 +117,7 @@ class PrefillClient(UnaryClient):
                 decode_instance_id=decode_instance_id,
                 prefill_instance_id=self._worker.instance_id,
                 router_instance_id=self._router.instance_id,
+                prefix_sender=prefix_sender,
             ),
             request_id=attempt.request_id,
             timeout_s=attempt.remaining_s,
