@@ -429,6 +429,7 @@ class _Running:
     leaving: set[int] = field(default_factory=set)
     ready: bool = False
     reported: bool = False
+    prefix: types_pb2.PrefixCollected | None = None
 
 
 Tamper = Callable[[list[ChoiceTokens]], Iterable[ChoiceTokens]]
@@ -449,6 +450,9 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.giving: dict[SequenceKey, bytes] = {}
         self.running: dict[AttemptKey, _Running] = {}
         self.starts: list[Attempt] = []
+        self.prefix_senders: list[str] = []
+        """For each of them, the instance id of the worker whose prefix it is to collect, or ""."""
+        self.prefix_outcome = "completed"
         self.taken_back: list[Attempt] = []
         """Those of them that go on with KV that no other worker collected."""
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
@@ -567,6 +571,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
     def begin(self, start: decode_pb2.StartSequence, router: str) -> None:
         attempt = attempt_from_proto(start.attempt)
         self.starts.append(attempt)
+        self.prefix_senders.append(start.prefix_sender.instance_id)
         try:
             self.refuse()
         except BatonError as error:
@@ -578,6 +583,8 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         running = self.running[attempt.key] = _Running(
             router, attempt, start.source.handover_id, start.max_unconfirmed, set(attempt.choices)
         )
+        if start.HasField("prefix_sender"):
+            running.prefix = types_pb2.PrefixCollected(num_tokens=64, outcome=self.prefix_outcome)
         if running.handover_id:
             task = asyncio.create_task(self._collect(running))
             self._tasks.add(task)
@@ -674,6 +681,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
                     cached_tokens=2,
                     received_bytes=1000 if running.handover_id else 0,
                     prompt_logprobs=scores(running.attempt) if self.scoring else None,
+                    prefix=running.prefix,
                 )
             for choice in sorted(running.choices):
                 if self.stepping.is_set() and choice not in running.leaving:

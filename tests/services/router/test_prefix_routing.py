@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from batonlm.core.errors import Overloaded
 from batonlm.core.request.request import Request, TokenPrompt
 from batonlm.router.config import RouterConfig
+from batonlm.router.workers import fleet
 from batonlm.router.workers.fleet import Pool
 from batonlm.testing import language
 from batonlm.testing.scripted import ScriptedWorker
@@ -69,6 +71,25 @@ async def test_a_prompt_too_long_for_decode_goes_to_the_prefill_worker_that_has_
     for _ in range(2 * EACH):
         await world.ask(asking(0))
     assert len(world.prefills[again].runs) == 2 * EACH
+
+
+async def test_a_prefix_is_collected_from_a_worker_that_is_full(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "PREFIX_PAUSE_S", 1e9)
+    config = RouterConfig(local_prefill_tokens=4096, collect_prefix_tokens=64)
+    await world.start(config, prefills=0, decodes=2)
+    assert world.fleet is not None
+    holder, other = world.decodes
+    holder.hold(PROMPTS[0])
+    await known(world.fleet.decodes, UNITS)
+    for outcome in ("completed", "failed", "completed"):
+        holder.refusals = [Overloaded("it is full", retry_after_s=60.0)]
+        other.prefix_outcome = outcome
+        assert (await world.ask(asking(0))).reason() is not None
+    # After one did not come, no more are asked for.
+    assert other.prefix_senders == [holder.identity.instance_id] * 2 + [""]
+    assert holder.prefix_senders == [""] * 3
 
 
 async def test_a_gap_in_the_news_heals(world: World) -> None:
