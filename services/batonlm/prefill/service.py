@@ -224,10 +224,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
                 if handover_id:
                     self._offer(running, handover_id, decode_instance_id)
                 if running.prefix_sender is not None:
-                    about = named(attempt.request_id, running.span.context.trace_id)
-                    running.prefix_collected = await self._prefixes.collect(
-                        attempt, running.prefix_sender, about
-                    )
+                    await self._collect_prefix(running, running.prefix_sender)
                 grammar = await self._grammars.compiled(attempt.grammar)
                 if running.over:
                     # Its blocks were freed already; those that it got now would stay.
@@ -252,6 +249,22 @@ class PrefillService(AttemptService[PrefillAttempt]):
             self._meter.began(running.router, attempt)
             self._meter.made(running.router, attempt, len(attempt.choices))
         return first
+
+    async def _collect_prefix(self, running: PrefillAttempt, sender: WorkerIdentity) -> None:
+        """Returns when it has come, as far as it does, or when the attempt is ended early."""
+
+        async def collect() -> None:
+            about = named(running.attempt.request_id, running.span.context.trace_id)
+            running.prefix_collected = await self._prefixes.collect(running.attempt, sender, about)
+
+        collecting = self._spawn(collect())
+        try:
+            await asyncio.wait({collecting, running.first}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            collecting.cancel()
+            await asyncio.wait({collecting})
+        if not collecting.cancelled():
+            collecting.result()
 
     def _take(self, running: PrefillAttempt, event: Event, offer: PendingTransfer | None) -> None:
         """Applies an event. offer: the transfer for KV and tokens; None when nothing is moved."""
