@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -258,8 +259,9 @@ class PrefillService(AttemptService[PrefillAttempt]):
             running.prefix_collected = await self._prefixes.collect(running.attempt, sender, about)
 
         collecting = self._spawn(collect())
+        either: tuple[asyncio.Future[Any], ...] = (collecting, running.first)
         try:
-            await asyncio.wait({collecting, running.first}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             collecting.cancel()
             await asyncio.wait({collecting})
