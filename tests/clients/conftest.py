@@ -21,7 +21,7 @@ from tests.e2e.relay import Relay
 
 INSTALL_S = 600
 RUN_S = 150
-PYTHON_CLIENTS = ("openai", "anthropic", "litellm", "llm", "grpcio", "grpcio-tools")
+PYTHON_CLIENTS = ("openai", "anthropic", "ollama", "litellm", "llm", "grpcio", "grpcio-tools")
 NODE_CLIENTS = (
     "openai", "@bufbuild/buf", "@bufbuild/protobuf", "@bufbuild/protoc-gen-es",
     "@connectrpc/connect", "@connectrpc/connect-web",

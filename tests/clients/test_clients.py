@@ -84,6 +84,22 @@ def test_anthropic(served: Served, python_clients: Path) -> None:
     ]
 
 
+def test_ollama(served: Served, python_clients: Path) -> None:
+    script = SCRIPTS / "with_ollama.py"
+    got = json.loads(served.run(python_clients / "python", script).splitlines()[-1])
+    check_chat(served, got)
+    assert got["models"] == got["running"] == ["baton-tiny"]
+    assert got["capabilities"] == ["completion", "tools"]
+    assert got["generated"] == got["chat"]
+    assert got["done"] == ["length"] * 3
+    assert got["counts"] == [12, 12]
+    called, answer = got["agent"]
+    assert called == [["get_weather", {"city": "Paris"}]]
+    assert "sunny" in answer and "21" in answer
+    (missing, name), (refused, why) = got["errors"]
+    assert (missing, refused) == (404, 400) and "baton-tiny" in name and "not supported" in why
+
+
 def test_litellm(served: Served, python_clients: Path) -> None:
     script = SCRIPTS / "with_litellm.py"
     # Without this it first asks the internet for prices.

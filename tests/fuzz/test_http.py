@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
 from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
+from batonlm.router.api.http.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from batonlm.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
 from batonlm.rpc.address import split
 from tests.fuzz import oracle
@@ -24,6 +25,7 @@ from tests.services.router_http.scripted import ANYONE, Scripted, http_app
 INPUTS = 500
 SLOW_INPUTS = 20_000
 VALID = 200
+BASES = (GenerationBody, CountTokensBody, OllamaBody)
 
 
 def paths() -> tuple[str, ...]:
@@ -38,7 +40,7 @@ def paths() -> tuple[str, ...]:
 
 
 def kinds(
-    kind: type[GenerationBody] | type[CountTokensBody] = GenerationBody,
+    kind: type[GenerationBody | CountTokensBody | OllamaBody] = GenerationBody,
 ) -> Iterator[type[msgspec.Struct]]:
     for one in kind.__subclasses__():
         yield one
@@ -59,13 +61,14 @@ def test_the_http_port_at_length(real_target: Target) -> None:
 def test_every_kind_of_body_is_known() -> None:
     assert set(kinds()) == {ChatBody, CompletionBody}
     assert set(kinds(CountTokensBody)) == {MessagesBody}
+    assert set(kinds(OllamaBody)) == {OllamaChatBody, OllamaGenerateBody}
 
 
 def _fuzz(target: Target, count: int, *, fixed: bool) -> None:
     address = split(target.relay.http.removeprefix("http://"), "http")
     inputs = requests(
         paths(),
-        st.one_of([bodies(kind) for kind in (*kinds(), *kinds(CountTokensBody))])
+        st.one_of([bodies(kind) for base in BASES for kind in kinds(base)])
         | st.binary(max_size=30),
     )
 
@@ -86,5 +89,7 @@ def check(answer: Answer) -> None:
     if answer.status >= 400 and answer.body:
         body = json.loads(answer.body)
         error = body.get("error", body)  # Connect's errors are not within another object.
-        assert error["message"]
-        oracle.check_text(error["message"])
+        # Those of Ollama are a text.
+        text = error if isinstance(error, str) else error["message"]
+        assert text
+        oracle.check_text(text)

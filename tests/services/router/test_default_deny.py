@@ -131,6 +131,8 @@ async def test_every_route_but_health_refuses_who_shows_no_key() -> None:
                 assert answer.status_code == 401, (method, path)
                 if path.startswith("/baton.v1."):
                     assert method == "HEAD" or answer.json()["code"] == "unauthenticated"
+                elif path.startswith("/api/"):
+                    assert method == "HEAD" or answer.json().keys() == {"error"}
                 elif method != "HEAD":
                     if not path.startswith(("/v1/messages", "/messages")):
                         assert answer.json()["error"]["code"] == "invalid_api_key"

@@ -23,6 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
 }
 JSON = {"content-type": "application/json"}
@@ -172,7 +173,7 @@ async def test_what_a_page_sends_unasked_is_no_request(
     assert answer.status_code == status
     assert bool(app.frontend.seen) == (status == 200)
     if status == 415:
-        assert "application/json" in answer.json()["error"]["message"]
+        assert "application/json" in answer.text
 
 
 @pytest.mark.parametrize("keyed", [False, True])

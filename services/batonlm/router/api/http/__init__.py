@@ -1,4 +1,4 @@
-"""The OpenAI HTTP API, and in `anthropic` the form of another one.
+"""The OpenAI HTTP API, and in `anthropic` and `ollama` the forms of two others.
 
 In: bytes of clients, over HTTP/1.1 and HTTP/2.
 Out: core Requests for the Pipeline; its events as one JSON document or as server-sent events.

@@ -461,6 +461,101 @@ MESSAGE_EVENTS = (
 )
 
 
+class OllamaCalled(StrictStruct):
+    """arguments: empty where the end of the answer cut them."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(StrictStruct):
+    id: str
+    function: OllamaCalled
+
+
+class OllamaAssistant(StrictStruct):
+    role: Literal["assistant"]
+    content: str
+    thinking: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[OllamaToolCall] | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaLine(StrictStruct, kw_only=True):
+    """What follows `done` is in the last line of a stream, where `done` is true, and in an answer
+    that is not streamed. Durations are nanoseconds; absent where the operator hides them."""
+
+    model: str
+    created_at: str
+    done: bool
+    done_reason: Literal["stop", "length"] | msgspec.UnsetType = msgspec.UNSET
+    prompt_eval_count: int | msgspec.UnsetType = msgspec.UNSET
+    eval_count: int | msgspec.UnsetType = msgspec.UNSET
+    total_duration: int | msgspec.UnsetType = msgspec.UNSET
+    load_duration: int | msgspec.UnsetType = msgspec.UNSET
+    prompt_eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+    eval_duration: int | msgspec.UnsetType = msgspec.UNSET
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaChatLine(OllamaLine, kw_only=True):
+    message: OllamaAssistant
+
+
+class OllamaGenerateLine(OllamaLine, kw_only=True):
+    response: str
+    thinking: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaEmbeddings(StrictStruct):
+    model: str
+    embeddings: list[list[float]]
+    prompt_eval_count: int
+
+
+class OllamaDetails(StrictStruct):
+    """Nothing of it is known to a router."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(StrictStruct):
+    """modified_at: when this router started. context_length, size_vram: of running ones only."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+    context_length: int | msgspec.UnsetType = msgspec.UNSET
+    size_vram: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class OllamaModels(StrictStruct):
+    models: list[OllamaModel]
+
+
+class OllamaShown(StrictStruct):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[Literal["completion", "tools", "embedding"]]
+
+
+class OllamaError(StrictStruct):
+    """Also the last line of a stream that failed."""
+
+    error: str
+
+
 class ExplainedChoice(StrictStruct):
     """finish_reason: null for one that had not ended when the request did."""
 

@@ -46,13 +46,8 @@ from batonlm.router.api.http.responses import (
     error_status,
     send_parts,
 )
-from batonlm.router.api.http.schema import INSTEAD, REFUSED, ChatBody, decode
+from batonlm.router.api.http.schema import INSTEAD, REFUSED_ELSEWHERE, decode, no_value
 from batonlm.router.api.translation import in_client_words
-
-
-def _no_value() -> msgspec.Raw:
-    """A function, because msgspec cannot write a default of type Raw into a JSON schema."""
-    return msgspec.Raw(b"null")
 
 
 class MessageText(msgspec.Struct):
@@ -84,7 +79,7 @@ class ToolOfMessages(msgspec.Struct):
     name: str
     type: str | None = None
     description: str | None = None
-    input_schema: msgspec.Raw = msgspec.field(default_factory=_no_value)
+    input_schema: msgspec.Raw = msgspec.field(default_factory=no_value)
 
 
 class ToolChoiceOfMessages(msgspec.Struct):
@@ -105,7 +100,7 @@ class ThinkingConfig(msgspec.Struct):
 
 class OutputFormat(msgspec.Struct):
     type: str
-    schema: msgspec.Raw = msgspec.field(default_factory=_no_value)
+    schema: msgspec.Raw = msgspec.field(default_factory=no_value)
 
 
 class OutputConfig(msgspec.Struct):
@@ -137,30 +132,14 @@ class MessagesBody(CountTokensBody, kw_only=True):
     seed: int | None = None
 
 
-_WITHOUT_EFFECT = frozenset(
-    {
-        "cache_salt",
-        "include_reasoning",
-        "priority",
-        "request_id",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "stream_options",
-    }
-)
-"""Fields of chats that change no answer's text, so they are named as ignored here."""
 _REFUSED: Mapping[str, tuple[object, ...]] = {
-    **{name: () for name in ChatBody.__struct_encode_fields__ if name not in _WITHOUT_EFFECT},
-    **REFUSED,
+    **REFUSED_ELSEWHERE,
+    # What Anthropic runs on servers of its own.
     "container": (),
-    "logprobs": (False,),
     "mcp_servers": ([],),
-    "n": (1,),
+    # An earlier name.
     "output_format": (),
-    "stop": ([], ""),
 }
-"""As `schema.REFUSED`: all that the OpenAI routes apply or refuse and this one does not have, and
-what Anthropic runs on servers of its own."""
 _INSTEAD: Mapping[str, str] = {
     **INSTEAD,
     "enable_thinking": "thinking",

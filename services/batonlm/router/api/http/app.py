@@ -43,6 +43,7 @@ from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
 from batonlm.router.api.http.generation import Generation, KeptStreamRoute
+from batonlm.router.api.http.ollama import OLLAMA, PREFIX, ollama_routes
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
 from batonlm.router.api.http.responses import (
@@ -174,6 +175,7 @@ class HttpApp:
             Route("/metrics", self._show_metrics),
             _static("/openapi.json", document),
             _static("/docs", docs),
+            *ollama_routes(pipeline, bodies, self._created),
             *connect_routes(pipeline, bodies),
             *pages,
         ]
@@ -284,6 +286,8 @@ async def _fail(scope: Scope, send: Send, error: BatonError | HttpError, request
 
 def wire_format(path: str) -> WireFormat:
     """Returns the form in which the clients of a path expect failures."""
+    if path.startswith(PREFIX):
+        return OLLAMA
     return ANTHROPIC if f"{path}/".removeprefix("/v1").startswith(f"{MESSAGES}/") else OPENAI
 
 

@@ -188,7 +188,9 @@ async def _pump(
 ) -> None:
     """Writes all chunks of one prompt."""
     await events.write(answer.with_usage(answer.opening(prompt)))
-    plain = PlainChunks(lambda delta: answer.with_usage(answer.chunks(prompt, delta)))
+    plain = PlainChunks(
+        lambda delta: answer.with_usage(answer.chunks(prompt, delta)), events.wire.frame
+    )
     only_text = answer.has_plain_chunks
     async for event in stream:
         answer.count(prompt, event)
@@ -313,10 +315,15 @@ class PlainChunks:
     """The fields of a delta other than its text."""
     _EMPTY = _rest(Delta(0))
 
-    def __init__(self, chunks: Callable[[Delta], list[Json]]) -> None:
+    def __init__(
+        self,
+        chunks: Callable[[Delta], list[Json]],
+        frame: Callable[[Json], bytes] = OPENAI.frame,
+    ) -> None:
         """chunks: builds the chunks of a delta. A delta with only text has one chunk, which differs
-        from others in its text only."""
+        from others in its text only. frame: of the API."""
         self._chunks = chunks
+        self._frame = frame
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """The bytes before and after the text, by choice."""
 
@@ -327,8 +334,8 @@ class PlainChunks:
         around = self._around.get(delta.choice)
         if around is None:
             (chunk,) = self._chunks(replace(delta, text=self._MARK))
-            head, _, tail = encode(chunk).partition(encode(self._MARK))
-            around = self._around[delta.choice] = b"data: " + head, tail + b"\n\n"
+            head, _, tail = self._frame(chunk).partition(encode(self._MARK))
+            around = self._around[delta.choice] = head, tail
         return around[0] + encode(delta.text) + around[1]
 
 
@@ -347,18 +354,18 @@ class EventWriter:
 
     def __init__(self, send: Send, wire: WireFormat) -> None:
         self._send = send
-        self._wire = wire
+        self.wire = wire
         self._idle = True
         self._open = False
 
     async def start(self, headers: Sequence[Header]) -> None:
-        head = [(b"content-type", self._wire.content_type), *_HEAD, *headers]
+        head = [(b"content-type", self.wire.content_type), *_HEAD, *headers]
         self._open = True
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     async def write(self, documents: Iterable[Json], ids: Sequence[str] = ()) -> None:
         """ids: of the documents' events, where they have any."""
-        framed = [self._wire.frame(each) for each in documents]
+        framed = [self.wire.frame(each) for each in documents]
         for place, event_id in enumerate(ids):
             framed[place] = b"id: %b\n%b" % (event_id.encode(), framed[place])
         if framed:
@@ -371,7 +378,7 @@ class EventWriter:
 
     async def end(self, error: BatonError | None = None) -> None:
         """Ends the stream, with its failure if it has one."""
-        wire = self._wire
+        wire = self.wire
         event = wire.end if error is None else wire.frame(wire.failure(error, error.request_id))
         self._open = False
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
@@ -397,8 +404,8 @@ class EventWriter:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_S)
-            if self._idle and self._wire.keep_alive:
-                await self.write_framed(self._wire.keep_alive)
+            if self._idle and self.wire.keep_alive:
+                await self.write_framed(self.wire.keep_alive)
             self._idle = True
 
 

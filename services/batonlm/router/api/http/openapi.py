@@ -12,6 +12,12 @@ import msgspec
 from batonlm.core.request.validation import REQUEST_RANGES, SAMPLING_RANGES, Range
 from batonlm.router.api.http import answer_schema as answers
 from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
+from batonlm.router.api.http.ollama import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from batonlm.router.api.http.parse import LAST_EVENT_ID_HEADER, RESUME_HEADER
 from batonlm.router.api.http.responses import Json
 from batonlm.router.api.http.schema import (
@@ -49,7 +55,7 @@ _ERRORS = {
 }
 _GET_ERRORS = (400, 401, 404, 408, 413, 415, 421, 429, 500, 503)
 
-_DESCRIPTION = """OpenAI's API for text, with vLLM's extra parameters, and Anthropic's Messages.
+_DESCRIPTION = """OpenAI's API with vLLM's parameters, Anthropic's Messages, and Ollama's API.
 
 A parameter with a value of `null` counts as absent. Parameters that are not listed here are
 accepted; those without effect are named in the response header `x-baton-ignored-params`. These
@@ -73,7 +79,8 @@ _RESUMING = {
 }
 _STRING: Json = {"type": "string"}
 _MESSAGES = "messages-"
-"""Begins the names of responses of Anthropic's API."""
+_OLLAMA = "ollama-"
+"""They begin the names of other APIs' responses."""
 
 
 def openapi_document() -> Json:
@@ -89,7 +96,11 @@ def openapi_document() -> Json:
     paths = msgspec.to_builtins(_paths(), enc_hook=reference)
     errors = {
         f"{prefix}{status}": {"description": text, "content": _json(kind)}
-        for prefix, kind in (("", answers.ErrorAnswer), (_MESSAGES, answers.MessagesError))
+        for prefix, kind in (
+            ("", answers.ErrorAnswer),
+            (_MESSAGES, answers.MessagesError),
+            (_OLLAMA, answers.OllamaError),
+        )
         for status, text in _ERRORS.items()
     }
     responses = msgspec.to_builtins(errors, enc_hook=reference)
@@ -166,6 +177,51 @@ def _paths() -> Json:
             answers.CountedTokens,
             prefix=_MESSAGES,
         ),
+        "/api/chat": _post(
+            "ollamaChat",
+            "Answer a conversation, in Ollama's form",
+            OllamaChatBody,
+            answers.OllamaChatLine,
+            (answers.OllamaChatLine,),
+            _OLLAMA,
+        ),
+        "/api/generate": _post(
+            "ollamaGenerate",
+            "Answer or continue a text, in Ollama's form",
+            OllamaGenerateBody,
+            answers.OllamaGenerateLine,
+            (answers.OllamaGenerateLine,),
+            _OLLAMA,
+        ),
+        "/api/embed": _post(
+            "ollamaEmbed",
+            "The vectors of texts, in Ollama's form",
+            OllamaEmbedBody,
+            answers.OllamaEmbeddings,
+            prefix=_OLLAMA,
+        ),
+        "/api/show": _post(
+            "ollamaShow",
+            "One model, in Ollama's form",
+            OllamaShowBody,
+            answers.OllamaShown,
+            prefix=_OLLAMA,
+        ),
+        "/api/tags": _get(
+            "ollamaList",
+            "The models served, in Ollama's form",
+            _json(answers.OllamaModels),
+            prefix=_OLLAMA,
+        ),
+        "/api/ps": _get(
+            "ollamaRunning",
+            "The models that have workers, in Ollama's form",
+            _json(answers.OllamaModels),
+            prefix=_OLLAMA,
+        ),
+        "/api/version": _get(
+            "ollamaVersion", "Baton's version", _json(answers.Version), prefix=_OLLAMA
+        ),
         "/tokenize": _post(
             "tokenize", "A prompt or a conversation as tokens", TokenizeBody, answers.Tokenized
         ),
@@ -227,7 +283,8 @@ def _post(
             parameters = [_parameter(name, "header", text) for name, text in _RESUMING.items()]
         kinds = " or ".join(chunk.__name__ for chunk in chunks)
         events = {**_STRING, "description": f"Events, each a {kinds}."}
-        content["text/event-stream"] = {"schema": events}
+        stream = "application/x-ndjson" if prefix == _OLLAMA else "text/event-stream"
+        content[stream] = {"schema": events}
         headers = {
             each: {"schema": _STRING, "description": text} for each, text in _STREAM_HEADERS.items()
         }
@@ -258,9 +315,17 @@ def _operators(name: str, summary: str, body: type) -> Json:
 
 
 def _get(
-    name: str, summary: str, content: Json, *parameters: Json, errors: Iterable[int] = _GET_ERRORS
+    name: str,
+    summary: str,
+    content: Json,
+    *parameters: Json,
+    errors: Iterable[int] = _GET_ERRORS,
+    prefix: str = "",
 ) -> Json:
-    responses = {"200": {"description": "The answer.", "content": content}, **_errors(errors)}
+    responses = {
+        "200": {"description": "The answer.", "content": content},
+        **_errors(errors, prefix),
+    }
     operation = {"get": {"operationId": name, "summary": summary, "responses": responses}}
     return operation | ({"parameters": list(parameters)} if parameters else {})
 

@@ -213,7 +213,7 @@ def chat_prompt(body: ChatBody | ChatTemplateBody) -> ChatPrompt:
         continue_final_message=bool(body.continue_final_message),
         template_kwargs=encode(body.template_kwargs).decode() if body.template_kwargs else "",
         template=body.template or "",
-        tools=tuple(_tool(index, tool) for index, tool in enumerate(body.tools or ())),
+        tools=tuple(tool_of(index, tool) for index, tool in enumerate(body.tools or ())),
         tool_choice=(
             _tool_choice(body.tool_choice, parallel=body.parallel_tool_calls is not False)
             if isinstance(body, ChatBody)
@@ -465,7 +465,7 @@ def _content(where: str, message: ChatMessage) -> str:
             return "".join(part.text or "" for part in parts)
 
 
-def _tool(index: int, tool: ToolOfBody) -> Tool:
+def tool_of(index: int, tool: ToolOfBody) -> Tool:
     if tool.type != "function":
         name = f"tools[{index}].type"
         raise InvalidArgument(f"{name} must be function", field=name)

@@ -20,7 +20,7 @@ import msgspec
 from batonlm.core.errors import InvalidArgument
 
 
-def _null() -> msgspec.Raw:
+def no_value() -> msgspec.Raw:
     """A function, because msgspec cannot write a default of type Raw into a JSON schema."""
     return msgspec.Raw(b"null")
 
@@ -61,7 +61,7 @@ class ChatMessage(msgspec.Struct):
 class Function(msgspec.Struct):
     name: str
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.field(default_factory=_null)
+    parameters: msgspec.Raw = msgspec.field(default_factory=no_value)
 
 
 class ToolOfBody(msgspec.Struct):
@@ -83,7 +83,7 @@ class JsonSchemaFormat(msgspec.Struct):
 
     name: str | None = None
     description: str | None = None
-    schema: msgspec.Raw = msgspec.field(default_factory=_null)
+    schema: msgspec.Raw = msgspec.field(default_factory=no_value)
     strict: bool | None = None
 
 
@@ -95,7 +95,7 @@ class ResponseFormat(msgspec.Struct):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """vLLM's parameter. A client gives exactly one of the fields."""
 
-    json: msgspec.Raw = msgspec.field(default_factory=_null)
+    json: msgspec.Raw = msgspec.field(default_factory=no_value)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -144,8 +144,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     grammar: str | None = None
-    json_schema: msgspec.Raw = msgspec.field(default_factory=_null)
-    guided_json: msgspec.Raw = msgspec.field(default_factory=_null)
+    json_schema: msgspec.Raw = msgspec.field(default_factory=no_value)
+    guided_json: msgspec.Raw = msgspec.field(default_factory=no_value)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -406,6 +406,29 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 """Each parameter with the values that are accepted because they have no effect; null always is.
 
 Those of other servers are from the documentation of their APIs: what changes an answer there."""
+
+REFUSED_ELSEWHERE: Mapping[str, tuple[object, ...]] = {
+    **{
+        name: ()
+        for name in ChatBody.__struct_encode_fields__
+        # These change no answer's text.
+        if name
+        not in (
+            "cache_salt",
+            "include_reasoning",
+            "priority",
+            "request_id",
+            "return_token_ids",
+            "return_tokens_as_token_ids",
+            "stream_options",
+        )
+    },
+    **REFUSED,
+    "logprobs": _OFF,
+    "n": _ONE,
+    "stop": _EMPTY,
+}
+"""As REFUSED, of routes of other APIs: with what only the OpenAI routes apply."""
 
 INSTEAD: Mapping[str, str] = {
     "do_sample": "temperature = 0",
