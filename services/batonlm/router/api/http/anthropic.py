@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from starlette.types import Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.errors import BatonError
 from batonlm.core.request.request import (
     Accepted,
     ChatPrompt,
@@ -231,26 +231,50 @@ def parse_messages(raw: bytes) -> GenerationCall:
 
 def _prompt(body: CountTokensBody) -> tuple[ChatPrompt, _FieldNames]:
     """Returns the conversation, and core's names of its fields to the client's."""
-    turns = _Conversation()
+    conversation = _Conversation()
     if body.system:
-        turns.add("system", Message("system", _text("system", body.system)))
-    for index, turn in enumerate(body.messages):
-        turns.add_turn(f"messages[{index}]", turn)
+        conversation.open("system", "system").texts.append(_text("system", body.system))
+    for index, given in enumerate(body.messages):
+        conversation.add(f"messages[{index}]", given)
     variables = _variables(body.thinking, body.output_config)
-    last = turns.messages[-1] if turns.messages else None
-    continues = last is not None and last.role == "assistant"
-    if last is not None and continues and last.tool_calls:
-        name = turns.origins[-1]
-        raise InvalidArgument(f"{name} has a tool_use without a tool_result after it", field=name)
+    turns = conversation.turns
+    continues = bool(turns) and turns[-1].role == "assistant"
+    if continues and turns[-1].calls:
+        raise wrong(turns[-1].origin, "has a tool_use without a tool_result after it")
     prompt = ChatPrompt(
-        messages=tuple(turns.messages),
+        messages=tuple(turn.message() for turn in turns),
         add_generation_prompt=not continues,
         continue_final_message=continues,
         template_kwargs=encode(variables).decode() if variables else "",
         tools=tuple(_tool(index, tool) for index, tool in enumerate(body.tools or ())),
         tool_choice=_tool_choice(body.tool_choice),
     )
-    return prompt, _FieldNames(turns.origins)
+    return prompt, _FieldNames([turn.origin for turn in turns])
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One of core's messages while it grows."""
+
+    role: str
+    origin: str
+    """The client's field that it comes from."""
+    tool_call_id: str = ""
+    tool: str = ""
+    """The name of the tool that was called."""
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        return Message(
+            self.role,
+            "\n".join(filter(None, self.texts)),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.tool_call_id,
+            name=self.tool,
+            reasoning="".join(self.thoughts),
+        )
 
 
 class _Conversation:
@@ -258,32 +282,23 @@ class _Conversation:
     defines it; a result of a tool is a message of its own."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.origins: list[str] = []
-        """For each message the client's field that it comes from."""
+        self.turns: list[_Turn] = []
         self._tools: dict[str, str] = {}
         """Names of called tools by the ids of their calls."""
 
-    def add(self, origin: str, message: Message) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != message.role or message.role not in ("user", "assistant"):
-            self.messages.append(message)
-            self.origins.append(origin)
-            return
-        self.messages[-1] = replace(
-            last,
-            content="\n".join(text for text in (last.content, message.content) if text),
-            reasoning=last.reasoning + message.reasoning,
-            tool_calls=last.tool_calls + message.tool_calls,
-        )
+    def open(self, origin: str, role: str) -> _Turn:
+        """Returns the turn to which more of this role belongs."""
+        if not (self.turns and self.turns[-1].role == role in ("user", "assistant")):
+            self.turns.append(_Turn(role, origin))
+        return self.turns[-1]
 
-    def add_turn(self, name: str, turn: TurnOfMessages) -> None:
+    def add(self, name: str, turn: TurnOfMessages) -> None:
         """Raises InvalidArgument naming what cannot be there."""
         if turn.role not in _ROLES:
             raise wrong(f"{name}.role", f"must be one of {', '.join(_ROLES)}")
         where = f"{name}.content"
         if isinstance(turn.content, str):
-            self.add(where, Message(turn.role, turn.content))
+            self.open(where, turn.role).texts.append(turn.content)
             return
         if not turn.content:
             raise wrong(where, "must not be empty")
@@ -293,10 +308,10 @@ class _Conversation:
     def _add_block(self, name: str, role: str, block: MessageBlock) -> None:
         match role, block.type:
             case _, "text":
-                self.add(name, Message(role, _given(f"{name}.text", block.text)))
+                self.open(name, role).texts.append(_given(f"{name}.text", block.text))
             case "assistant", "thinking":
-                reasoning = _given(f"{name}.thinking", block.thinking)
-                self.add(name, Message(role, "", reasoning=reasoning))
+                thought = _given(f"{name}.thinking", block.thinking)
+                self.open(name, role).thoughts.append(thought)
             case "assistant", "tool_use":
                 call = ToolCall(
                     _given(f"{name}.id", block.id),
@@ -304,14 +319,13 @@ class _Conversation:
                     encode(_given(f"{name}.input", block.input)).decode(),
                 )
                 self._tools[call.id] = call.name
-                self.add(name, Message(role, "", tool_calls=(call,)))
+                self.open(name, role).calls.append(call)
             case "user", "tool_result":
                 call_id = _given(f"{name}.tool_use_id", block.tool_use_id)
                 if call_id not in self._tools:
                     raise wrong(f"{name}.tool_use_id", "must be the id of a tool_use before it")
                 text = _text(f"{name}.content", block.content or "")
-                tool = self._tools[call_id]
-                self.add(name, Message("tool", text, tool_call_id=call_id, name=tool))
+                self.turns.append(_Turn("tool", name, call_id, self._tools[call_id], [text]))
             case _:
                 own = {"user": " or tool_result", "assistant": ", thinking or tool_use"}
                 raise wrong(f"{name}.type", f"must be text{own.get(role, '')} in a {role} message")
