@@ -22,6 +22,7 @@ ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
 _OUTCOMES = {
     "finished", "cancelled", *(reason.name.lower() for reason in Reason),  # of requests
     "completed", "full", "failed",  # of hand-overs
+    "cached", "gone", "busy", "incompatible", "late",  # of prefixes that were collected or not
     "hit", "miss", "ok", "moved", "refused",
     "met", "missed",  # of objectives
     "dropped", "equal", "different",  # of shadow requests
@@ -48,7 +49,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "gen_ai_response_model": re.compile(r"(?:[\w./-]{1,128})?"),
     "kind": {
         *("blocks", "swap_blocks", "sequences", "buffers", "handovers", "farewells", "offers"),
-        *("streams", "tasks"),  # of what may leak on a worker
+        *("streams", "tasks", "prefix_offers"),  # of what may leak on a worker
         *(
             "granted_requests",
             "granted_tokens",
@@ -76,7 +77,8 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "ring": {"sender", "receiver"},
     "role": {*ROLES, "encode"},
     "side": {"sender", "receiver"},
-    "source": {"local", "handover", "moved", "cache"},
+    # Of a sequence's KV; and the role of a worker whose prefix cache it came from.
+    "source": {"local", "handover", "moved", "cache", "prefill", "decode"},
     "stage": {*StageTimes().spent(), *_HANDOVER_STAGES, *_WORKER_STAGES},
     "state": {
         *("free", "used", "orphaned", "waiting", "running", *STATES),
