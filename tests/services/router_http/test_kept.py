@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from batonlm.core.errors import Overloaded, Unavailable
+from batonlm.core.request.request import Accepted, Event, Request, TextPrompt
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.server import HttpServer, serve_http
 from batonlm.router.request.kept import ENTRY_BYTES
@@ -211,6 +212,43 @@ async def test_a_tenant_keeps_so_many(http: httpx.AsyncClient, frontend: Scripte
     assert ended[:3] + rest == ended
     assert (await running).status_code == 200
     assert (await send(http, "other")).status_code == 200
+
+
+async def test_those_that_begin_at_once_are_counted(frontend: Scripted) -> None:
+    """None has an id before it has workers."""
+    frontend.keep(kept_s=ALWAYS_S, most_of_tenant=2)
+    frontend.hold = True
+    request = Request(TextPrompt("abc"), max_tokens=9, resumable=True)
+    kept = frontend.kept
+    streams = await asyncio.gather(*(kept.open(request) for _ in range(5)))
+    ids = [accepted_id(await anext(opened)) for opened in streams]
+    assert sum(kept.find(request.tenant, each) is not None for each in ids) == 2
+    # One that is not kept ends with its reader.
+    for opened in streams:
+        await opened.aclose()
+    assert frontend.open_streams == 2
+    frontend.release.set()
+    await asyncio.wait(frontend.tasks, timeout=120)
+
+
+def accepted_id(event: Event) -> str:
+    assert isinstance(event, Accepted)
+    return event.request_id
+
+
+async def test_a_router_that_leaves_waits_for_no_reader(frontend: Scripted) -> None:
+    frontend.hold = True
+    kept = frontend.kept
+    request = Request(TextPrompt("abc"), max_tokens=9, resumable=True)
+    left, read = [await kept.open(request) for _ in range(2)]
+    assert accepted_id(await anext(left)) != accepted_id(await anext(read))
+    await left.aclose()
+    assert frontend.open_streams == 2, "its client may come back"
+    kept.drain()
+    await asyncio.wait_for(frontend.closed.wait(), 120)
+    assert frontend.open_streams == 1, "the other one is read"
+    await read.aclose()
+    assert frontend.open_streams == 0 and not frontend.tasks
 
 
 async def test_what_is_too_long_is_not_kept(http: httpx.AsyncClient, frontend: Scripted) -> None:

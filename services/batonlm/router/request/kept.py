@@ -183,6 +183,8 @@ class KeptStreams:
         self._most_of_tenant = most_of_tenant
         self._most_entries = most_entries
         self._num_entries = 0
+        self._draining = False
+        self._running: set[KeptStream] = set()
         self._of: dict[str, dict[str, KeptStream]] = {}
         """By tenant and stream, oldest first."""
 
@@ -221,7 +223,17 @@ class KeptStreams:
             self._of.setdefault(name, {})[stream_id] = kept
         self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)
         kept.task = self._background(self._run(kept, holding))
+        self._running.add(kept)
+        kept.task.add_done_callback(lambda _: self._running.discard(kept))
         return await self._read(kept)
+
+    def drain(self) -> None:
+        """From now on a run ends with its last reader, and those without one end at once: nobody
+        can come back to a router that refuses requests."""
+        self._draining = True
+        for kept in self._running:
+            if not kept.readers:
+                kept.task.cancel()
 
     def close(self) -> None:
         """Forgets all streams. The pipeline cancels those that run."""
@@ -267,8 +279,13 @@ class KeptStreams:
 
     def _add(self, kept: KeptStream, event: Event) -> None:
         if isinstance(event, Accepted) and not kept.stream_id:
+            name = kept.request.tenant.name
             kept.stream_id = kept.request.stream_id(event.request_id)
-            self._of.setdefault(kept.request.tenant.name, {}).setdefault(kept.stream_id, kept)
+            if self._has_room(name):
+                self._of.setdefault(name, {}).setdefault(kept.stream_id, kept)
+            else:
+                # As many others have begun while this one waited for workers.
+                self._drop_events(kept)
         if kept.events is not None:
             kept.events.append(event)
             if isinstance(event, Delta):
@@ -292,8 +309,7 @@ class KeptStreams:
             self._forget(kept)
             if self._num_entries <= self._most_entries:
                 return
-        self._num_entries -= growing.num_entries
-        growing.num_entries, growing.events = 0, None
+        self._drop_events(growing)
 
     def _has_room(self, tenant: str) -> bool:
         """Whether one more stream of a tenant may be kept. Forgets an ended one for it."""
@@ -311,7 +327,7 @@ class KeptStreams:
         kept = reader.kept
         if kept.readers or kept.over:
             return
-        if kept.events is not None and self.kept_s:
+        if kept.events is not None and self.kept_s and not self._draining:
             self._later(kept, lambda: kept.task.cancel())
             return
         kept.task.cancel()
@@ -325,10 +341,13 @@ class KeptStreams:
     def _forget(self, kept: KeptStream) -> None:
         if kept.timer is not None:
             kept.timer.cancel()
-        self._num_entries -= kept.num_entries
-        kept.num_entries, kept.events = 0, None
+        self._drop_events(kept)
         streams = self._of.get(kept.request.tenant.name, {})
         if streams.get(kept.stream_id) is kept:
             del streams[kept.stream_id]
             if not streams:
                 del self._of[kept.request.tenant.name]
+
+    def _drop_events(self, kept: KeptStream) -> None:
+        self._num_entries -= kept.num_entries
+        kept.num_entries, kept.events = 0, None

@@ -636,6 +636,7 @@ class Pipeline:
         """Stops accepting requests; returns when the running ones have ended."""
         self.leave()
         self.draining = True
+        self.kept.drain()
         await self._idle.wait()
 
     def cut(self) -> None:
