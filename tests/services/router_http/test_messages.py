@@ -547,3 +547,16 @@ async def test_any_json_object_gets_an_answer_or_a_client_error(
         assert events_of(response.text)[-1] == {"type": "message_stop"}
     else:
         assert response.json()["type"] in ("message", "error")
+
+
+def test_text_behind_the_end_of_a_call_comes_after_it() -> None:
+    """Both may come in one piece, when the call has begun in an earlier one."""
+    begun = ToolCallDelta(0, "one", "weather", '{"city":')
+    rest = (ToolCallDelta(0, arguments='"Bern"}'), ToolCallDelta(1, "two", "time", "{}"))
+    parts = [Delta(0, tool_calls=(begun,)), Delta(0, "Wait.", tool_calls=rest)]
+    parts.append(Delta(0, finish_reason=FinishReason.STOP))
+    assert joined(told(answer(), parts))["content"] == [
+        {"type": "tool_use", "id": "one", "name": "weather", "input": {"city": "Bern"}},
+        {"type": "text", "text": "Wait."},
+        {"type": "tool_use", "id": "two", "name": "time", "input": {}},
+    ]

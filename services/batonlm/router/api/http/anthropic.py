@@ -457,6 +457,10 @@ class MessagesAnswer(AnswerWriter):
 
     def chunks(self, prompt: int, delta: Delta) -> list[Json]:
         found: list[Json] = []
+        calls = list(delta.tool_calls)
+        if calls and self._open == ("tool_use", calls[0].index):
+            # The text of this delta follows the end of this call.
+            found += self._part_of_call(calls.pop(0))
         if delta.reasoning:
             found += self._begin("thinking", 0, {"thinking": "", "signature": ""})
             if self._call.include_reasoning:
@@ -464,13 +468,8 @@ class MessagesAnswer(AnswerWriter):
         if delta.text:
             found += self._begin("text", 0, {"text": ""})
             found.append(self._more("text_delta", "text", delta.text))
-        for call in delta.tool_calls:
-            self._called = True
-            found += self._begin(
-                "tool_use", call.index, {"id": call.id, "name": call.name, "input": {}}
-            )
-            if call.arguments:
-                found.append(self._more("input_json_delta", "partial_json", call.arguments))
+        for call in calls:
+            found += self._part_of_call(call)
         if delta.finish_reason is not None:
             found += self._close()
             self._end = self._ended(delta)
@@ -514,6 +513,13 @@ class MessagesAnswer(AnswerWriter):
             *found,
             {"type": "content_block_start", "index": self._place, "content_block": block},
         ]
+
+    def _part_of_call(self, call: ToolCallDelta) -> list[Json]:
+        self._called = True
+        found = self._begin("tool_use", call.index, {"id": call.id, "name": call.name, "input": {}})
+        if call.arguments:
+            found.append(self._more("input_json_delta", "partial_json", call.arguments))
+        return found
 
     def _more(self, kind: str, field: str, text: str) -> Json:
         delta = {"type": kind, field: text}
