@@ -38,7 +38,6 @@ from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.v1.types_pb2 import PrefixCollected
-from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
@@ -189,12 +188,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
     ) -> None:
         """resume_window_s: how long a router's sequences are kept after its stream broke."""
         super().__init__(
-            engine, sender, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine, sender, receiver, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
         )
         self.sessions: dict[str, RouterSession] = {}
         """By router instance id; kept for resume_window_s after the stream broke."""
-        self._receiver = receiver
-        self._prefixes = PrefixExchange(engine, sender, receiver)
         self._resume_window_s = resume_window_s
         self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
         self._outgoing: dict[bytes, OutgoingSequence] = {}
@@ -206,14 +203,6 @@ class DecodeService(AttemptService[DecodeAttempt]):
     @property
     def state(self) -> WorkerState:
         return WorkerState.DRAINING if self._draining else WorkerState.SERVING
-
-    @property
-    def holdings(self) -> dict[str, int]:
-        return {**self._receiver.holdings, **self._prefixes.holdings, **super().holdings}
-
-    @property
-    def probing(self) -> bool:
-        return self._receiver.probing or self._prefixes.offers_some or super().probing
 
     def session(self, router_instance_id: str) -> RouterSession:
         """The router's session: the existing one, or a new one.

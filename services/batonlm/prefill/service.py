@@ -43,7 +43,6 @@ from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1 import prefill_pb2 as pb
 from batonlm.v1 import prefill_pb2_grpc
 from batonlm.v1.types_pb2 import PrefixCollected
-from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
@@ -124,10 +123,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
         tracer: Tracer = OFF,
     ) -> None:
         super().__init__(
-            engine, sender, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine, sender, receiver, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
         )
-        self._receiver = receiver
-        self._prefixes = PrefixExchange(engine, sender, receiver)
         self._receivers = LiveReceivers()
         self._cancelled_early: OrderedDict[AttemptKey, None] = OrderedDict()
         """Attempts whose cancel arrived before their run: a cancel may overtake it."""
@@ -138,14 +135,6 @@ class PrefillService(AttemptService[PrefillAttempt]):
             return WorkerState.SERVING
         computing = any(not running.first.done() for running in self.attempts.values())
         return WorkerState.DRAINING if computing else WorkerState.KV_ONLY
-
-    @property
-    def holdings(self) -> dict[str, int]:
-        return {**self._receiver.holdings, **self._prefixes.holdings, **super().holdings}
-
-    @property
-    def probing(self) -> bool:
-        return self._receiver.probing or self._prefixes.offers_some or super().probing
 
     async def run(
         self,

@@ -18,7 +18,9 @@ from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import metrics
 from batonlm.rpc.tracing import Tracer
+from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender
+from batonlm.worker.prefixes import PrefixExchange
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
 CACHED = metrics.counter(metrics.CACHED_TOKENS)
@@ -48,16 +50,19 @@ class AttemptService(ABC, Generic[AttemptT]):
         self,
         engine: EngineThread,
         sender: KvSender,
+        receiver: KvReceiver,
         grammars: GrammarBook,
         *,
         handover_timeout_s: float,
         tracer: Tracer,
     ) -> None:
-        """handover_timeout_s: see HANDOVER_TIMEOUT_S. sender: sends KV to other workers; `close`
-        closes it."""
+        """handover_timeout_s: see HANDOVER_TIMEOUT_S. sender, receiver: move KV to and from other
+        workers; `close` closes them."""
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self._engine = engine
         self._sender = sender
+        self._receiver = receiver
+        self._prefixes = PrefixExchange(engine, sender, receiver)
         self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
         self._tracer = tracer
@@ -77,13 +82,14 @@ class AttemptService(ABC, Generic[AttemptT]):
     @property
     def holdings(self) -> dict[str, int]:
         """What attempts hold besides blocks and buffers, by kind; all 0 without attempts."""
-        return {**self._sender.holdings, "tasks": len(self._tasks)}
+        moving = self._sender.holdings | self._receiver.holdings | self._prefixes.holdings
+        return {**moving, "tasks": len(self._tasks)}
 
     @property
     def probing(self) -> bool:
         """Whether a peer holds resources of this worker without an attempt here: for a probe, or
         for a prefix."""
-        return self._sender.probing
+        return self._sender.probing or self._receiver.probing or self._prefixes.offers_some
 
     def use_through(self, router_instance_id: str) -> tuple[TenantUse, ...]:
         """The tenants' usage of this worker through all routers but this one."""

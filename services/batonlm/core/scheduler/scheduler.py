@@ -369,9 +369,7 @@ class Scheduler:
 
         Raises Overloaded. What is pinned stays until `release_prefix`.
         """
-        num_blocks = len(prefix.token_ids) // self._pool.block_size
-        chain = self._chain(prefix.cache_salt, prefix.adapter)
-        chain.extend(prefix.token_ids, num_blocks)
+        chain, num_blocks = self._whole_chain(prefix)
         return self.sequences.prefixes.offer(chain, num_blocks, self._budget.blocks_to_keep())
 
     def expect_prefix(self, prefix: Prefix, now: float) -> PrefixBlocks | None:
@@ -380,9 +378,8 @@ class Scheduler:
         reserved = self._reservation.until
         if any(group.blocked for group in self.sequences.waiting) or now < (reserved or now):
             return None
+        chain, _ = self._whole_chain(prefix)
         size = len(prefix.token_ids)
-        chain = self._chain(prefix.cache_salt, prefix.adapter)
-        chain.extend(prefix.token_ids, size // self._pool.block_size)
         return self.sequences.prefixes.expect(chain, size, self._budget.blocks_to_keep())
 
     def release_prefix(self, blocks: PrefixBlocks, arrived: int = 0) -> None:
@@ -519,6 +516,13 @@ class Scheduler:
             namespace(salt, self._model.tokenizer_digest, adapter),
             self._pool.block_size,
         )
+
+    def _whole_chain(self, prefix: Prefix) -> tuple[PrefixChain, int]:
+        """Returns the chain of a prefix's full blocks, and how many these are."""
+        num_blocks = len(prefix.token_ids) // self._pool.block_size
+        chain = self._chain(prefix.cache_salt, prefix.adapter)
+        chain.extend(prefix.token_ids, num_blocks)
+        return chain, num_blocks
 
     def _take_id(self) -> int:
         self._next_id += 1

@@ -71,7 +71,7 @@ MIGRATIONS = Spec(
     "Attempts that went on elsewhere with output tokens already accepted.",
 )
 RETRIES = Spec("baton_retries_total", "Attempts run again before any output token was accepted.")
-KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that decode workers collected from others.")
+KV_BYTES = Spec("baton_kv_bytes_total", "KV bytes that workers collected from others.")
 COLLECTED_TOKENS = Spec(
     "baton_prefix_tokens_total",
     "Input tokens whose KV workers collected from another one's cache, by why the attempt did not "
@@ -292,7 +292,7 @@ class RouterMetrics:
         self._tenant_first_token.labels(self._label(tenant)).observe(seconds)
 
     def collected(self, num_tokens: int, reason: str) -> None:
-        """A decode worker has collected a prefix."""
+        """A worker has collected a prefix."""
         self._collected.labels(reason).inc(num_tokens)
 
     def predicted(self, first_token_s: float, took_s: float, *, remotely: bool) -> None:

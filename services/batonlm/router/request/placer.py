@@ -22,7 +22,7 @@ from batonlm.router.request.dispatcher import (
 )
 from batonlm.router.workers.clients import PrefillClient
 from batonlm.router.workers.decode_session import DecodeSession, Migration
-from batonlm.router.workers.fleet import Worker
+from batonlm.router.workers.fleet import Worker, passed_over
 
 BUSY_S = 0.1
 """Seconds for which a worker that refused as overloaded is skipped, unless it names a time."""
@@ -150,8 +150,8 @@ class Placer:
     def _now_demanded(self, run: AttemptRun, now: float) -> Demand:
         return replace(
             self._demand(run),
-            failed=_current(self._failed, now),
-            busy=_current(self._busy, now),
+            failed=passed_over(self._failed, now),
+            busy=passed_over(self._busy, now),
             ejected=self._fleet.prefills.ejected(now) | self._fleet.decodes.ejected(now),
             quarantined=self._services.quarantine.taken if run.suspect else frozenset(),
             not_giving=self._fleet.prefix_pauses.current(now),
@@ -204,10 +204,3 @@ class Placer:
         )
         place.apart.callback(self._fleet.changed.set)
         return place
-
-
-def _current(until: dict[str, float], now: float) -> frozenset[str]:
-    """Returns the workers that are still skipped; drops the others."""
-    for instance_id in [i for i, end in until.items() if end <= now]:
-        del until[instance_id]
-    return frozenset(until)

@@ -596,6 +596,14 @@ PREFIX_PAUSE_S = 5.0
 """Seconds for which no prefix is collected from a worker from whose cache one did not come."""
 
 
+def passed_over(until: dict[str, float], now: float) -> frozenset[str]:
+    """Returns the instance ids of workers that are still passed over; drops the others. until: by
+    instance id, on the clock of `now`."""
+    for instance_id in [i for i, end in until.items() if end <= now]:
+        del until[instance_id]
+    return frozenset(until)
+
+
 class PrefixPauses:
     """Workers from whose caches a prefix did not come a moment ago. Times are in seconds of one
     clock."""
@@ -608,9 +616,7 @@ class PrefixPauses:
 
     def current(self, now: float) -> frozenset[str]:
         """Returns their instance ids."""
-        if self._until:
-            self._until = {key: end for key, end in self._until.items() if end > now}
-        return frozenset(self._until)
+        return passed_over(self._until, now)
 
 
 class Fleet:

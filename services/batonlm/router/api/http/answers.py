@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
+
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import (
@@ -32,6 +34,16 @@ FINISH_REASONS = {
 
 _LOWEST = -9999.0
 """The value that OpenAI and vLLM send for minus infinity, which JSON does not have."""
+
+
+def call_arguments(call: ToolCallDelta) -> Json:
+    """Returns the arguments of a whole call as an object, for APIs that do not have them as text.
+    Those that the end of the answer cut are left out: they are no object."""
+    try:
+        arguments: Json = msgspec.json.decode(call.arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return arguments
 
 
 class AnswerWriter(ABC):

@@ -34,7 +34,7 @@ from batonlm.core.request.request import (
     ToolUse,
 )
 from batonlm.core.request.validation import wrong
-from batonlm.router.api.http.answers import AnswerWriter
+from batonlm.router.api.http.answers import AnswerWriter, call_arguments
 from batonlm.router.api.http.json_route import JsonRoute
 from batonlm.router.api.http.parse import GenerationCall
 from batonlm.router.api.http.responses import (
@@ -562,12 +562,8 @@ class MessagesAnswer(AnswerWriter):
 
 
 def _tool_use(call: ToolCallDelta) -> Json:
-    """Arguments that the end of the answer cut are left out: they are no object."""
-    try:
-        value = msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, RecursionError):
-        value = {}
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
+    arguments = call_arguments(call)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 _ERROR_TYPES = {

@@ -40,7 +40,7 @@ from batonlm.core.request.request import (
 )
 from batonlm.core.request.validation import MAX_CALLS_PER_MESSAGE, wrong
 from batonlm.router.api.http.access import caller
-from batonlm.router.api.http.answers import AnswerWriter
+from batonlm.router.api.http.answers import AnswerWriter, call_arguments
 from batonlm.router.api.http.body import Bodies
 from batonlm.router.api.http.generation import Generation
 from batonlm.router.api.http.parse import GenerationCall, tool_of
@@ -412,12 +412,7 @@ class OllamaGenerateAnswer(OllamaAnswer):
 
 
 def _tool_call(call: ToolCallDelta) -> Json:
-    """Arguments that the end of the answer cut are left out: they are no object."""
-    try:
-        arguments = msgspec.json.decode(call.arguments)
-    except (msgspec.DecodeError, RecursionError):
-        arguments = {}
-    function = {"index": call.index, "name": call.name, "arguments": arguments}
+    function = {"index": call.index, "name": call.name, "arguments": call_arguments(call)}
     return {"id": call.id, "function": function}
 
 
