@@ -20,6 +20,7 @@ from batonlm.core.routing.rebalance import (
     REPORT_S,
     REST_S,
     MoveReason,
+    Newcomer,
     PlannedMove,
     RebalancePolicy,
     Rebalancer,
@@ -87,6 +88,10 @@ class Pool:
 
     def used(self, worker: str) -> int:
         return sum(-(-stream.positions // BLOCK) for _, stream in self.streams[worker])
+
+    def own(self, worker: str) -> list[Stream]:
+        """Of the only router."""
+        return [stream for _, stream in self.streams[worker]]
 
     def _load(self, worker: str) -> WorkerLoad:
         made = self.workers[worker]
@@ -231,8 +236,7 @@ def test_one_that_did_not_move_and_its_receiver_are_left_alone() -> None:
     pool.tick()
 
     def plans() -> list[PlannedMove]:
-        seen = pool.seen(0)
-        return rebalancer.plan(seen, lambda w: [s for _, s in pool.streams[w]], now)
+        return rebalancer.plan(pool.seen(0), pool.own, now)
 
     assert plans() == []
     now = 2.0
@@ -287,6 +291,48 @@ def test_memory_goes_nowhere_where_there_is_none() -> None:
     pool.add("nearly", *[(2500, 500)] * 5)
     pool.run(60)
     assert not pool.moves
+
+
+def test_one_moves_for_a_request_that_fits_nowhere() -> None:
+    pool = Pool(blocks=1000)
+    for worker, freed in (("w0", 3000), ("w1", 2400)):
+        pool.add(worker, (3000, 500), (freed, 500), (4000, 500))
+    pool.tick()
+    # 375 and 413 blocks are free.
+    assert [1000 - pool.used(worker) for worker in ("w0", "w1")] == [374, 412]
+
+    def moved(tokens: int, choices: int = 1, **changes: Any) -> list[tuple[str, int]]:
+        rebalancer = Rebalancer(RebalancePolicy(), "router", 0.0)
+        newcomer = replace(Newcomer("digest", tokens, choices), **changes)
+
+        def plan() -> list[PlannedMove]:
+            return rebalancer.plan(pool.seen(0), pool.own, 1.0, newcomer)
+
+        planned = plan()
+        assert not plan(), "one at a time"
+        for move in planned:
+            assert move.reason is MoveReason.ROOM
+            rebalancer.ended(move, 1.0, moved=True)
+            assert not plan(), "until reports include it"
+        return [(move.giver, move.stream.positions) for move in planned]
+
+    assert moved(6000) == [], "w1 has room"
+    assert moved(7000) == [("w1", 2400)], "the least that is enough"
+    assert moved(9000) == [("w1", 3000)]
+    assert moved(12_000) == [], "no one is enough"
+    assert moved(6500, choices=200) == [("w1", 2400)]
+    assert moved(7000, model_digest="another") == []
+    assert moved(7000, adapter="absent") == []
+
+
+def test_making_room_leaves_the_receiver_some() -> None:
+    pool = Pool(blocks=1000)
+    pool.add("w0", (4000, 500), (8000, 500))
+    pool.add("w1", (4000, 500), (8000, 500))
+    pool.tick()
+    rebalancer = Rebalancer(RebalancePolicy(), "router", 0.0)
+    newcomer = Newcomer("digest", 5000, 1)
+    assert not rebalancer.plan(pool.seen(0), pool.own, 1.0, newcomer), "250 blocks would all go"
 
 
 counts = st.lists(st.integers(0, 40), min_size=2, max_size=6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.relay import PATIENCE_S, Relay, eventually, options, until_it_comes_about
+from tests.e2e.relay import PATIENCE_S, Answer, Relay, eventually, options, until_it_comes_about
 from tests.e2e.streams import Following
 from tests.greedy import greedy_tokens
 
@@ -98,3 +98,37 @@ def test_the_receiver_is_killed_while_they_move(pair: Relay, expected: list[list
         return under_way
 
     until_it_comes_about(killed, "sequences under way")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_moves_for_a_request_that_fits_nowhere(tmp_path: Path) -> None:
+    """Two workers have memory for 3072 positions each, of which two streams leave too little for a
+    request of 2000 more."""
+    network: Any = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+    asked = [([60 + number] * 600, options(max_tokens=400)) for number in range(4)]
+    large = [50] * 2000
+    flags = ("--model", str(BUNDLED), "--decode", "2", "--kv-memory-mib", "12")
+    relay = Relay(tmp_path, *flags)
+    try:
+        relay.wait_for_all()
+
+        def room_was_made() -> bool:
+            def count(name: str, **labels: str) -> float:
+                return relay.metric(relay.router, name, **labels)
+
+            before = count("baton_moves_total", reason="room", outcome="moved")
+            streams = Following(relay, asked)
+            streams.settled()
+            answer = Answer()
+            for response in relay.stream(large, options(max_tokens=20)):
+                answer.take(response.event)
+            assert answer.token_ids[0] == greedy_tokens(network, large, 20)
+            for (prompt, _), given in zip(asked, streams.answers(), strict=True):
+                assert given.token_ids[0] == greedy_tokens(network, prompt, 400)
+            return count("baton_moves_total", reason="room", outcome="moved") > before
+
+        until_it_comes_about(room_was_made, "a sequence that moves to make room")
+        assert relay.lost_attempts() == 0
+    finally:
+        relay.close()

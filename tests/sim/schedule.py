@@ -25,7 +25,7 @@ from batonlm.core.errors import BatonError, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import Delta
 from batonlm.core.routing.load import WorkerSnapshot, WorkerState
-from batonlm.core.routing.rebalance import MoveReason, PlannedMove, Rebalancer, Streams
+from batonlm.core.routing.rebalance import MoveReason, Newcomer, PlannedMove, Rebalancer, Streams
 from batonlm.decode.service import TAKE_BACK_S
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import RouterMetrics
@@ -77,7 +77,11 @@ class Restless(Rebalancer):
         return True
 
     def plan(
-        self, workers: Iterable[WorkerSnapshot], streams: Streams, now: float
+        self,
+        workers: Iterable[WorkerSnapshot],
+        streams: Streams,
+        now: float,
+        newcomer: Newcomer | None = None,
     ) -> list[PlannedMove]:
         serving = [w.identity.instance_id for w in workers if w.load.state is WorkerState.SERVING]
         return [
@@ -133,7 +137,9 @@ class _Schedule:
         self.fleet.start()
         now = asyncio.get_running_loop().time()
         rebalancer = self.rebalancer(config.rebalancing, f"router {self.report.seed}", now)
-        moving = asyncio.create_task(Migrator(self.fleet, metrics, rebalancer).run())
+        dispatcher = self.pipeline.gate.dispatcher
+        migrator = Migrator(self.fleet, metrics, rebalancer, lambda: dispatcher.newcomer)
+        moving = asyncio.create_task(migrator.run())
         try:
             await self._play()
         finally:

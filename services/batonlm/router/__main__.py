@@ -152,9 +152,11 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             fleet.start()
             now_s = asyncio.get_running_loop().time()
             rebalancer = Rebalancer(config.rebalancing, identity.instance_id, now_s)
+            dispatcher = pipeline.gate.dispatcher
+            migrator = Migrator(fleet, metrics, rebalancer, lambda: dispatcher.newcomer)
             watching = (
                 asyncio.create_task(_tell_readiness(server, pipeline, fleet)),
-                asyncio.create_task(Migrator(fleet, metrics, rebalancer).run()),
+                asyncio.create_task(migrator.run()),
                 asyncio.create_task(pipeline.adapter_manager.keep()),
                 asyncio.create_task(authenticator.run()),
                 *([asyncio.create_task(aliases.run())] if aliases is not None else []),

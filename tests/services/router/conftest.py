@@ -172,7 +172,9 @@ class World:
         self.fleet.start()
         now = asyncio.get_running_loop().time()
         rebalancer = Rebalancer(self.config.rebalancing, "r" * 32, now)
-        self.moving = asyncio.create_task(Migrator(self.fleet, metrics, rebalancer).run())
+        dispatcher = self.router.gate.dispatcher
+        migrator = Migrator(self.fleet, metrics, rebalancer, lambda: dispatcher.newcomer)
+        self.moving = asyncio.create_task(migrator.run())
         everybody = {role: len(found) for role, found in self.addresses.items()}
         await until(lambda: self.met() == everybody)
         return self.router

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.errors import Overloaded
+from batonlm.core.request.attempt import AttemptKey
+from batonlm.core.request.request import TokenPrompt
 from batonlm.core.routing.load import WorkerLoad
 from batonlm.router.config import RouterConfig
 from batonlm.router.request.pipeline import EventStream
@@ -19,6 +21,7 @@ from tests.services.router.disturbed import IDS, REQUEST, begin, finish
 MOVING = RouterConfig(local_prefill_tokens=0)
 TOKENS = 500
 STEP_S = 0.02
+BLOCK = 16
 LONG = replace(REQUEST, max_tokens=TOKENS)
 EXPECTED, _ = language.answer(IDS, 3, 0, TOKENS, ignore_eos=True)
 
@@ -126,6 +129,40 @@ async def test_a_worker_whose_memory_runs_out_gives_to_another(world: World) -> 
     await all_right(world, under_way)
     assert moves(world, "moved") == 0
     assert moves(world, "moved", "memory") == len(added.starts)
+
+
+class Counting(Reporting):
+    """Has blocks for the inputs of what it runs."""
+
+    def load(self) -> WorkerLoad:
+        running = [self.running[AttemptKey(key.request_id, key.attempt)] for key in self.holds()]
+        taken = sum(-(-len(one.attempt.token_ids) // BLOCK) for one in running)
+        return replace(super().load(), free_blocks=self.num_blocks - taken)
+
+
+async def test_a_request_that_fits_nowhere_gets_the_room_of_one_that_moves(world: World) -> None:
+    """Each of two workers has 60 of 120 blocks free, and the request needs 75."""
+    for _ in range(2):
+        worker = Counting(world.network)
+        worker.num_blocks, worker.step_s = 120, STEP_S
+        world.decodes.append(worker)
+    await world.start(MOVING, decodes=0)
+    prompts = [(9 + number,) * 480 for number in range(4)]
+    under_way = [await begin(world, replace(LONG, prompt=TokenPrompt(ids))) for ids in prompts]
+    assert [len(decode.holds()) for decode in world.decodes] == [2, 2]
+    long = (9,) * 1200
+    urgent = replace(REQUEST, prompt=TokenPrompt(long), max_tokens=20, priority=-1)
+    expected, _ = language.answer(long, 3, 0, 20, ignore_eos=True)
+    assert tuple((await world.ask(urgent)).token_ids[0]) == expected
+    assert moves(world, "moved", "room") == 1
+    assert sum(len(decode.starts) for decode in world.decodes) == len(prompts) + 2
+    for decode in world.decodes:
+        decode.step_s = 0.001
+    for (stream, answer), ids in zip(under_way, prompts, strict=True):
+        expected, _ = language.answer(ids, 3, 0, TOKENS, ignore_eos=True)
+        assert tuple((await finish(stream, answer)).token_ids[0]) == expected
+    assert world.counted("baton_retries_total") == 0
+    await until(world.nothing_left)
 
 
 @pytest.mark.parametrize("wrong", [("--rebalance-margin", "0"), ("--rebalance-moves", "-1")])

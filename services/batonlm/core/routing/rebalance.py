@@ -1,10 +1,12 @@
-"""Which running sequences a router moves between decode workers, so that these are evenly loaded
-and none runs out of memory for KV.
+"""Which running sequences a router moves between decode workers, so that these are evenly loaded,
+none runs out of memory for KV, and a request finds room where only their free parts are too small.
 
 A pool is uneven when a worker has more sequences than the mean by a margin, or fewer: many long
 answers ended elsewhere, or the worker is new. From then on sequences move from the fullest worker
 to the emptiest, one at a time for each pair, until no two workers differ by more than one. A worker
 whose memory is nearly full gives its longest sequences to one with room, before it has to preempt.
+If the most urgent request that waits fits into no worker's free memory, and would if one sequence
+of a worker were elsewhere, that one moves, and nothing has to end or be preempted first.
 
 Every move must help: it never leaves the receiver with more sequences (or a larger part of its
 memory in use) than the giver, and where speeds are measured, what it is predicted to save must
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from math import ceil, floor
+from operator import itemgetter
 from random import Random
 
 from batonlm.core.request.attempt import SequenceKey
@@ -59,6 +62,10 @@ LOW_SHARE = 0.05
 ROOMY_SHARE = 0.2
 """The share of free blocks that a receiver has left at least."""
 
+SPARE_SHARE = 2 * LOW_SHARE
+"""The same, where the move makes room for a request: less, but not so little that it has to move
+something itself."""
+
 
 class MoveReason(Enum):
     """Why a sequence is to leave its worker."""
@@ -68,6 +75,8 @@ class MoveReason(Enum):
     """The worker has more sequences than others."""
     MEMORY = "memory"
     """The worker's memory for KV is nearly full."""
+    ROOM = "room"
+    """A request that waits needs its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,17 @@ class PlannedMove:
     reason: MoveReason
 
 
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """The next attempt of this router's queue, if it waits for memory for KV."""
+
+    model_digest: str
+    input_tokens: int
+    choices: int
+    adapter: str = ""
+    """The digest of its LoRA adapter, or ""."""
+
+
 Streams = Callable[[str], Sequence[Stream]]
 """This router's sequences on a worker, by instance id."""
 
@@ -138,7 +158,11 @@ class Rebalancer:
         return self._budget > 0 and now >= self._due
 
     def plan(
-        self, workers: Iterable[WorkerSnapshot], streams: Streams, now: float
+        self,
+        workers: Iterable[WorkerSnapshot],
+        streams: Streams,
+        now: float,
+        newcomer: Newcomer | None = None,
     ) -> list[PlannedMove]:
         """Returns what should move now; the caller starts all of it."""
         self._due = now + INTERVAL_S * self._random.uniform(0.5, 1.5)
@@ -160,6 +184,8 @@ class Rebalancer:
         streams = cache(streams)
         for kind, pool in pools.items():
             if len(pool) > 1:
+                if newcomer is not None and pool[0].model.digest == newcomer.model_digest:
+                    planned += self._make_room(newcomer, pool, streams, now)
                 planned += self._relieve(pool, streams, now)
                 planned += self._even_out(kind, pool, streams, now)
         return planned
@@ -248,6 +274,36 @@ class Rebalancer:
                     planned.append(self._begin(stream, giver, receiver, MoveReason.MEMORY, now))
         return planned
 
+    def _make_room(
+        self, newcomer: Newcomer, pool: Sequence[WorkerSnapshot], streams: Streams, now: float
+    ) -> list[PlannedMove]:
+        """Plans the move that makes room for it at the cheapest, if it has none and one is enough.
+        Until that has ended and is reported, no other."""
+        if any(move.reason is MoveReason.ROOM for move in self._unreported()):
+            return []
+        able = [
+            worker for worker in pool if not newcomer.adapter or newcomer.adapter in worker.adapters
+        ]
+        missing = {
+            _id(worker): worker.positions_taken(newcomer.input_tokens, newcomer.choices)
+            - worker.free_positions
+            for worker in able
+        }
+        if not missing or min(missing.values()) <= 0 or self._is_spent:
+            return []
+        found = [
+            (stream.positions, stream, giver, receiver)
+            for giver in able
+            for receiver in pool
+            if self._may_move(giver, receiver)
+            for stream in self._movable(giver, receiver, streams, SPARE_SHARE)
+            if _blocks(giver, stream) * giver.block_size >= missing[_id(giver)]
+        ]
+        if not found:
+            return []
+        _, stream, giver, receiver = min(found, key=itemgetter(0))
+        return [self._begin(stream, giver, receiver, MoveReason.ROOM, now)]
+
     def _begin(
         self,
         stream: Stream,
@@ -312,9 +368,14 @@ class Rebalancer:
         return self._random.random() < wanted * part * max(0.25, part * part)
 
     def _movable(
-        self, giver: WorkerSnapshot, receiver: WorkerSnapshot, streams: Streams
+        self,
+        giver: WorkerSnapshot,
+        receiver: WorkerSnapshot,
+        streams: Streams,
+        keep_share: float = ROOMY_SHARE,
     ) -> list[Stream]:
-        """This router's sequences there that may move to the receiver."""
+        """This router's sequences there that may move to the receiver. keep_share: of its blocks
+        stay free there."""
         coming = [move.stream for move in self._unreported() if move.receiver == _id(receiver)]
         most = receiver.max_sequences
         if most and receiver.num_sequences + len(coming) >= most:
@@ -322,7 +383,7 @@ class Rebalancer:
         block_size = max(1, receiver.block_size)
         free = receiver.free_positions // block_size
         free -= sum(_blocks(receiver, stream) for stream in coming)
-        keep = max(ROOMY_SHARE * receiver.num_blocks, 2 * (receiver.num_sequences + 1))
+        keep = max(keep_share * receiver.num_blocks, 2 * (receiver.num_sequences + 1))
         in_flight = {move.stream.key for move in self._in_flight}
         return [
             stream

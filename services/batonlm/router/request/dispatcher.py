@@ -25,6 +25,7 @@ from batonlm.core.errors import BatonError, Overloaded
 from batonlm.core.request.attempt import Phase
 from batonlm.core.routing.failures import Quarantine
 from batonlm.core.routing.load import WorkerLedger
+from batonlm.core.routing.rebalance import Newcomer
 from batonlm.core.routing.routing import Decision
 from batonlm.router.workers.clients import PrefillClient
 from batonlm.router.workers.decode_session import DecodeSession
@@ -292,6 +293,7 @@ class Dispatcher:
         self._max_queue_s = max_queue_s
         self._retry_after_s = retry_after_s
         self.occupancy = FleetLedger(fleet)
+        self._without_kv: tuple[PendingAttempt, Worker[DecodeSession]] | None = None
         self._present_since = float("-inf")
         self._swept_at = float("-inf")
         self.on_waiting: Callable[[], None] = lambda: None
@@ -340,6 +342,19 @@ class Dispatcher:
             **self.occupancy.held,
         }
 
+    @property
+    def newcomer(self) -> Newcomer | None:
+        """The first waiting attempt, if all that it lacks is memory for its KV."""
+        if self._without_kv is None or self._without_kv[0].future.done():
+            return None
+        pending_attempt, worker = self._without_kv
+        return Newcomer(
+            worker.model.digest,
+            pending_attempt.input_tokens,
+            pending_attempt.choices,
+            pending_attempt.kind.adapter,
+        )
+
     def refused(self) -> None:
         """A worker refused an attempt that was placed here."""
         self.window.congested(self.now())
@@ -368,6 +383,7 @@ class Dispatcher:
     def _turn(self) -> None:
         """Assigns places in order, as far as there is room."""
         self._soon = None
+        self._without_kv = None
         now = self.now()
         self._sweep(now)
         self.occupancy.refresh(now)
@@ -392,6 +408,8 @@ class Dispatcher:
             if self.window.has_room(pending_attempt.input_tokens):
                 found = pending_attempt.find(frozenset(self.occupancy.full))
             if not isinstance(found, Blocked) and not self._has_kv(pending_attempt, found):
+                if self._without_kv is None and found.decode is not None:
+                    self._without_kv = pending_attempt, found.decode
                 found = Blocked.BUSY
             if found is Blocked.ITSELF:
                 return entry, found

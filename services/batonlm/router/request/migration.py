@@ -6,7 +6,8 @@ engines keep serving the rest; the others keep running until their turn. Sequenc
 migrate end on the draining worker.
 
 From a worker that serves, single sequences migrate when the pool of decode workers is unevenly
-loaded, or when the worker's memory for KV runs out (`batonlm.core.routing.rebalance`).
+loaded, when the worker's memory for KV runs out, or when a request needs their room
+(`batonlm.core.routing.rebalance`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.routing.rebalance import (
     MoveReason,
+    Newcomer,
     PlannedMove,
     Rebalancer,
     Stream,
@@ -63,10 +65,18 @@ class _Leaving:
 class Migrator:
     """Migrates the work of one router while `run` runs."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, rebalancer: Rebalancer) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        metrics: RouterMetrics,
+        rebalancer: Rebalancer,
+        newcomer: Callable[[], Newcomer | None],
+    ) -> None:
+        """newcomer: returns the next waiting attempt if it waits for memory."""
         self._fleet = fleet
         self._metrics = metrics
         self._rebalancer = rebalancer
+        self._newcomer = newcomer
         self._leaving: dict[str, _Leaving] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -142,7 +152,7 @@ class Migrator:
             sinks.update({stream.key: sink for sink, stream in found})
             return [stream for _, stream in found]
 
-        for planned in self._rebalancer.plan(snapshots, streams, now):
+        for planned in self._rebalancer.plan(snapshots, streams, now, self._newcomer()):
             key = planned.stream.key
             receiver = workers[planned.receiver].identity
             move = Migration(key, workers[planned.giver].client, receiver, planned.reason)
