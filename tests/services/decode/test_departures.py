@@ -56,6 +56,21 @@ async def given(world: Pair, end: RouterEnd, key: SequenceKey) -> tuple[bytes, i
     return end.migrated_out[key]
 
 
+async def leaves(world: Pair, end: RouterEnd, key: SequenceKey) -> bytes:
+    """Has a running sequence leave. Returns the id of its hand-over."""
+    handover_id = new_id()
+    await end.hand_over(key, handover_id)
+    await given(world, end, key)
+    return handover_id
+
+
+async def begin_and_leave(world: Pair, end: RouterEnd, one: Attempt) -> bytes:
+    """Runs it for a while, and has its only sequence leave."""
+    await begin(world, end, one)
+    (key,) = keys_of(one)
+    return await leaves(world, end, key)
+
+
 def replacement_model(one: Attempt, end: RouterEnd, key: SequenceKey, number: int) -> Attempt:
     output = end.tokens[key]
     ids = (*one.token_ids, *output[:-1])
@@ -153,9 +168,7 @@ async def test_what_nobody_collects_runs_on_where_it_was(draining: bool, n: int)
         before = REGISTRY.get_sample_value(PREFILL_TOKENS.name)
         leaving = asyncio.create_task(world.decoding.drain()) if draining else None
         key = keys_of(one)[-1]
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await leaves(world, end, key)
         back = replacement_model(one, end, key, 1)
         world.decode.runner.open()
         await end.start(back, held_handover_id=handover_id)
@@ -178,10 +191,7 @@ async def test_it_runs_on_after_its_hand_over_has_failed() -> None:
     key = keys_of(one)[0]
     limits = {**LIMITS, SenderState.OFFERED: StateLimit("the test", 0.1)}
     async with pair(limits=limits) as world, router(world) as end:
-        await begin(world, end, one)
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await begin_and_leave(world, end, one)
         await until(lambda: world.departing.num_offers == 0)
         assert not end.failures, "it is held"
         world.decode.runner.open()
@@ -206,10 +216,7 @@ async def test_only_its_own_router_takes_it_back_and_once() -> None:
     one = running()
     key = keys_of(one)[0]
     async with pair() as world, router(world) as end, router(world) as foreign:
-        await begin(world, end, one)
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await begin_and_leave(world, end, one)
         back = replacement_model(one, end, key, 1)
         await foreign.start(back, held_handover_id=handover_id)
         assert isinstance(await foreign.failed(back), HandoverFailed)
@@ -230,10 +237,7 @@ async def test_what_was_collected_is_not_taken_back() -> None:
     one = running()
     key = keys_of(one)[0]
     async with pair() as world, router(world) as end:
-        await begin(world, end, one)
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await begin_and_leave(world, end, one)
         world.decode.runner.open()
         moved = replacement_model(one, end, key, 1)
         await end.start(moved, handover_id, sender=world.decode.identity)
@@ -250,10 +254,7 @@ async def test_what_is_cancelled_while_it_comes_back_leaves_nothing(ends: str) -
     one = running()
     key = keys_of(one)[0]
     async with pair() as world, router(world) as end:
-        await begin(world, end, one)
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await begin_and_leave(world, end, one)
         back = replacement_model(one, end, key, 1)
         await end.start(back, held_handover_id=handover_id)
         if ends in ("the old attempt", "both"):
@@ -321,9 +322,7 @@ async def test_its_kv_is_packed_beside_a_step_and_stays_until_that_is_done(
         monkeypatch.setattr(GatedRunner, "pack", pack)
         await begin(world, end, one)
         await end.start(other)
-        handover_id = new_id()
-        await end.hand_over(key, handover_id)
-        await given(world, end, key)
+        handover_id = await leaves(world, end, key)
         # By a salt of its own it finds nothing in the prefix cache: at a full block that is all.
         replacement = replace(replacement_model(one, end, key, 1), cache_salt=b"cold")
         await end.start(replacement, handover_id, sender=decode.identity)
