@@ -51,7 +51,7 @@ def test_messages_are_refused(message: Message, field: str) -> None:
         ([Tool("")], ToolChoice(), "tools[0].name"),
         ([TOOL, Tool("a b")], ToolChoice(), "tools[1].name"),
         ([Tool("é")], ToolChoice(), "tools[0].name"),
-        ([Tool("f" * 65)], ToolChoice(), "tools[0].name"),
+        ([Tool("f" * 129)], ToolChoice(), "tools[0].name"),
         ([Tool("f", "\ud800")], ToolChoice(), "tools[0].description"),
         ([Tool("f", "x" * (1 << 20)), TOOL], ToolChoice(), "tools"),
         ([Tool("f", "", "{")], ToolChoice(), "tools[0].parameters"),

@@ -27,7 +27,7 @@ from batonlm.router.api.grpc.access import KeyInterceptor
 from batonlm.router.api.grpc.adapters import RouterAdaptersServicer
 from batonlm.router.api.grpc.inference import InferenceServicer
 from batonlm.router.api.http.access import HttpAccess
-from batonlm.router.api.http.app import HttpApp, playground_routes, with_cors
+from batonlm.router.api.http.app import HttpApp, playground_routes, running_route, with_cors
 from batonlm.router.api.http.connections import HttpLimits
 from batonlm.router.api.http.server import HttpServer, serve_http
 from batonlm.router.api.vllm import engine_service
@@ -129,7 +129,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             stall_timeout_s=config.stall_timeout_s,
             max_age_s=config.connection_max_age_s,
         )
-        pages = playground_routes() if config.playground else []
+        pages = playground_routes() if config.playground else [running_route()]
         http_access = HttpAccess(
             authenticator,
             pages=[page.path for page in pages],

@@ -75,6 +75,8 @@ class Scripted:
     away: BatonError | None = None
     failure: Exception | None = None
     is_ready: bool = True
+    thinks: bool = False
+    """Whether its model has a format of reasoning."""
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Tenants and priorities that turn_away was asked about."""
     faults: list[str] = field(default_factory=list)
@@ -122,6 +124,9 @@ class Scripted:
         ):
             raise NotFound("no such request", field="request_id")
         return self.record
+
+    def reasons(self, model: ModelDescription) -> bool:
+        return self.thinks
 
     def models(self) -> list[ModelDescription]:
         return [MODEL]

@@ -76,6 +76,11 @@ async def test_connections_of_one_address_are_bounded() -> None:
             second_writer.write(HEALTH)
             said = await answer(second)
             assert said.startswith(b"HTTP/1.1 429 ") and b"retry-after: 1\r\n" in said
+        async with connected(server) as (third, third_writer):
+            third_writer.write(HEALTH.replace(b"/health", b"/api/tags"))
+            assert (await answer(third)).endswith(
+                b'{"error":"too many connections from this address"}'
+            )
         host, port = server.address.rsplit(":", 1)
         reader, other = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
         other.write(HEALTH)

@@ -38,6 +38,7 @@ from batonlm.core.request.request import (
     ToolUse,
     join_deltas,
 )
+from batonlm.core.request.validation import validate
 from batonlm.router.api.http import answer_schema as answers
 from batonlm.router.api.http.anthropic import (
     SIGNATURE,
@@ -46,7 +47,7 @@ from batonlm.router.api.http.anthropic import (
     parse_messages,
 )
 from batonlm.router.api.http.schema import REFUSED, ChatBody
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "ab"}
@@ -211,6 +212,7 @@ def test_a_conversation_with_tools() -> None:
         {
             "role": "assistant",
             "content": [
+                {"type": "redacted_thinking", "data": "c2VjcmV0"},
                 {"type": "thinking", "thinking": "hm", "signature": "s"},
                 {"type": "text", "text": "Look.", "cache_control": {"type": "ephemeral"}},
                 {"type": "tool_use", "id": "one", **CALL},
@@ -239,6 +241,30 @@ def test_a_conversation_with_tools() -> None:
         Message("tool", "no\nclock", tool_call_id="two", name="time"),
         Message("user", "And?"),
     )
+
+
+def test_as_many_tools_as_clients_of_this_api_have() -> None:
+    names = [f"mcp__{'server' * 18}__{index:04}" for index in range(200)]
+    assert {len(name) for name in names} == {119}
+    tools = [{**WEATHER, "name": name} for name in names]
+    request = validate(parsed(tools=tools, tool_choice={"type": "tool", "name": names[-1]}))
+    assert isinstance(request.prompt, ChatPrompt)
+    assert [tool.name for tool in request.prompt.tools] == names
+
+
+async def test_models_have_the_form_that_a_client_expects(http: httpx.AsyncClient) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = await http.get("/v1/models", headers=headers, params={"limit": 20})
+    models = msgspec.json.decode(listed.content, type=answers.ModelsOfMessages)
+    assert [model.id for model in models.data] == [MODEL.name, ADAPTER.name]
+    assert (models.first_id, models.last_id) == (MODEL.name, ADAPTER.name)
+    assert not models.has_more
+    shown = await http.get(f"/v1/models/{MODEL.name}", headers=headers)
+    assert msgspec.json.decode(shown.content, type=answers.ModelOfMessages) == models.data[0]
+    missing = await http.get("/v1/models/other", headers=headers)
+    assert missing.status_code == 404
+    error = msgspec.json.decode(missing.content, type=answers.MessagesError).error
+    assert error.type == "not_found_error"
 
 
 def test_an_answer_that_has_begun_goes_on() -> None:
@@ -321,7 +347,7 @@ def after_call(**call: Any) -> dict[str, Any]:
             blocks({"type": "tool_result", "tool_use_id": "none"}),
             "messages[0].content[0].tool_use_id",
         ),
-        (blocks({"type": "redacted_thinking"}, role="assistant"), "messages[0].content[0].type"),
+        (blocks({"type": "redacted_thinking"}), "messages[0].content[0].type"),
         (blocks({"type": "tool_use", "id": "a", "name": "f"}, role="assistant"),
          "messages[0].content[0].input"),
         (blocks({"type": "tool_use", "id": "a", **CALL}, role="assistant"),

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from batonlm.core.errors import BatonError, Internal, InvalidArgument, Overloaded, Unavailable
 from batonlm.core.request.request import (
@@ -33,22 +34,27 @@ from batonlm.core.request.request import (
     join_deltas,
 )
 from batonlm.router.api.http import answer_schema as answers
+from batonlm.router.api.http.app import running_route
 from batonlm.router.api.http.ollama import (
     OLLAMA,
     REFUSED_ROUTES,
     OllamaChatAnswer,
     OllamaChatBody,
     OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
+    embed_prompt,
     embed_texts,
     parse_ollama_chat,
     parse_ollama_generate,
+    write_ollama_embedding,
     write_ollama_embeddings,
 )
 from batonlm.router.api.http.schema import decode
+from batonlm.router.api.http.server import serve_http
 from batonlm.router.api.translation import ANY_OBJECT
 from batonlm.router.workers.encoders import Vectors
-from tests.services.router_http.scripted import MODEL, Scripted, whole_answer
+from tests.services.router_http.scripted import ANYONE, MODEL, Scripted, http_app, whole_answer
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = {"role": "user", "content": "ab"}
@@ -158,6 +164,61 @@ async def test_what_is_served(http: httpx.AsyncClient) -> None:
     assert (await http.post("/api/show", json={})).json() == {"error": "model is required"}
 
 
+async def test_a_model_that_thinks_says_so(http: httpx.AsyncClient, frontend: Scripted) -> None:
+    frontend.thinks = True
+    shown = await http.post("/api/show", json={"model": MODEL.name})
+    found = msgspec.json.decode(shown.content, type=answers.OllamaShown)
+    assert found.capabilities == ["completion", "tools", "thinking"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "kind"),
+    [
+        (CHAT, {}, answers.OllamaChatLine),
+        (CHAT, {"messages": []}, answers.OllamaChatLine),
+        (GENERATE, {}, answers.OllamaGenerateLine),
+        (GENERATE, {"prompt": "", "keep_alive": 0, "raw": True}, answers.OllamaGenerateLine),
+    ],
+)
+async def test_without_a_prompt_a_model_is_loaded(
+    http: httpx.AsyncClient,
+    frontend: Scripted,
+    path: str,
+    asked: dict[str, Any],
+    kind: type[answers.OllamaLine],
+) -> None:
+    loaded = await http.post(path, json={"model": MODEL.name, **asked})
+    assert loaded.headers["content-type"] == "application/json"
+    line = msgspec.json.decode(loaded.content, type=kind)
+    assert (line.model, line.done, line.done_reason) == (MODEL.name, True, "load")
+    missing = await http.post(path, json={"model": "other", **asked})
+    assert missing.status_code == 404 and missing.json().keys() == {"error"}
+    frontend.refusal = Unavailable("no worker is ready")
+    away = await http.post(path, json={"model": MODEL.name, **asked})
+    assert (away.status_code, away.json()) == (503, {"error": "no worker is ready"})
+
+
+def test_penalties_look_at_all_tokens_or_at_none() -> None:
+    penalty = {"repeat_penalty": 1.5}
+    assert parsed(options={**penalty, "repeat_last_n": -1}) == parsed(options=penalty)
+    assert parsed(options={**penalty, "repeat_last_n": 0}) == parsed()
+    assert parsed(options={"temperature": 1, "repeat_last_n": 64}) == parsed()
+
+
+async def test_a_server_is_found(frontend: Scripted) -> None:
+    """Where there is no page."""
+    app = http_app(frontend, CollectorRegistry(), ANYONE, [running_route()])
+    server = await serve_http(app, "127.0.0.1:0")
+    try:
+        base = f"http://{server.address}"
+        async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+            found = await client.get("/")
+            assert (found.status_code, found.text) == (200, "Ollama is running")
+            assert (await client.head("/")).status_code == 200
+    finally:
+        await server.close()
+
+
 async def test_models_are_not_managed_here(http: httpx.AsyncClient, frontend: Scripted) -> None:
     for name, (method, why) in REFUSED_ROUTES.items():
         refused = await http.request(method, f"/api/{name}", json={"model": "m"})
@@ -231,6 +292,7 @@ def test_results_find_their_calls() -> None:
         (True, '{"enable_thinking":true}'),
         (False, '{"enable_thinking":false}'),
         ("low", '{"enable_thinking":true,"reasoning_effort":"low"}'),
+        ("max", '{"enable_thinking":true,"reasoning_effort":"high"}'),
     ],
 )
 def test_thinking_is_variables_of_the_template(think: Any, variables: str) -> None:
@@ -252,8 +314,6 @@ def test_an_answer_that_has_begun_goes_on() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "name"),
     [
-        (CHAT, {}, "messages"),
-        (CHAT, chat(messages=[]), "messages"),
         (CHAT, chat(messages=[{"role": "wizard", "content": "x"}]), "messages[0].role"),
         (CHAT, chat(messages=[{**USER, "images": ["aa"]}]), "messages[0].images"),
         (CHAT, chat(messages=[USER, {"role": "tool", "content": "x"}]), "messages[1]"),
@@ -270,12 +330,11 @@ def test_an_answer_that_has_begun_goes_on() -> None:
         (CHAT, chat(options={"repeat_penalty": 0}), "options.repeat_penalty"),
         (CHAT, chat(options={"stop": [""]}), "options.stop"),
         (CHAT, chat(options={"mirostat": 1}), "options.mirostat"),
+        (CHAT, chat(options={"repeat_last_n": 64, "repeat_penalty": 1.1}), "options.repeat_last_n"),
         (CHAT, chat(temperature=1), "temperature"),
         (CHAT, chat(system="x"), "system"),
         (CHAT, chat(logprobs=True), "logprobs"),
         (CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].name"),
-        (GENERATE, {}, "prompt"),
-        (GENERATE, {"prompt": ""}, "prompt"),
         (GENERATE, {"prompt": "x", "suffix": "y"}, "suffix"),
         (GENERATE, {"prompt": "x", "images": ["aa"]}, "images"),
         (GENERATE, {"prompt": "x", "template": "y"}, "template"),
@@ -340,6 +399,15 @@ def test_embeddings() -> None:
     assert msgspec.json.decode(text, type=answers.OllamaEmbeddings) == answers.OllamaEmbeddings(
         MODEL.name, [[1, 0.5], [0, -2]], 5
     )
+
+
+def test_one_embedding() -> None:
+    body, ignored = decode(b'{"prompt": "a", "options": {}}', OllamaEmbeddingsBody)
+    assert embed_prompt(body) == ("a",) and body.truncate and ignored == ("options",)
+    numbers = array("f", [1, 0.5]).tobytes()
+    vectors = Vectors(replace(MODEL, vector_size=2), (numbers,), 5)
+    text = b"".join(write_ollama_embedding(body, vectors))
+    assert msgspec.json.decode(text, type=answers.OllamaEmbedding).embedding == [1, 0.5]
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)

@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import httpx
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.observe.stages import UNTRACED, TraceContext
+from batonlm.router.api.http import answer_schema as answers
 from batonlm.router.api.http import generation
 from batonlm.router.api.http.connections import HttpLimits
 from batonlm.router.api.http.server import HttpServer, serve_http
@@ -190,6 +192,32 @@ async def test_what_is_no_http(server: HttpServer, garbage: bytes) -> None:
         writer.write(garbage)
         answer = await asyncio.wait_for(reader.read(), 120)
     assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+PATHS = {
+    CHAT: answers.ErrorAnswer,
+    "/v1/messages": answers.MessagesError,
+    "/api/chat": answers.OllamaError,
+}
+REFUSED = {
+    "host": (b"host: a b", 400),
+    "framing": (b"host: x\r\ntransfer-encoding: gzip, chunked", 400),
+    "broken": (b"host: x\r\ntransfer-encoding: chunked", 400),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("how", REFUSED)
+async def test_what_the_edge_refuses_has_the_form_of_its_path(
+    server: HttpServer, path: str, how: str
+) -> None:
+    field, status = REFUSED[how]
+    async with connected(server) as (reader, writer):
+        writer.write(b"POST %b HTTP/1.1\r\n%b\r\n\r\nzz\r\n" % (path.encode(), field))
+        answer = await asyncio.wait_for(reader.read(), 120)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status) and b"\r\nconnection: close" in head
+    msgspec.json.decode(body, type=PATHS[path])
 
 
 async def test_a_head_that_does_not_end_is_cut() -> None:

@@ -261,6 +261,10 @@ class AnswerRules:
     reasoning: str = AUTO
     """One of REASONING_CHOICES."""
 
+    def reasoning_of(self, model: AnswerFormat) -> ReasoningFormat | None:
+        """Returns how a model marks its reasoning; None where it has none."""
+        return REASONING_FORMATS.get(model.reasoning if self.reasoning == AUTO else self.reasoning)
+
     def of(self, request: Request, model: AnswerFormat, *, left_open: bool) -> Answers | None:
         """Returns the formats of a request's answers, or None when they are plain text. left_open:
         the prompt ends within reasoning.
@@ -270,7 +274,6 @@ class AnswerRules:
         chat = request.prompt
         if not isinstance(chat, ChatPrompt):
             return None
-        reasoning = model.reasoning if self.reasoning == AUTO else self.reasoning
         tools = (model.tools or DEFAULT) if self.tools == AUTO else self.tools
         if tools == NONE and chat.tool_choice.use is ToolUse.REQUIRED:
             raise InvalidArgument(
@@ -282,7 +285,7 @@ class AnswerRules:
         answers = Answers(
             chat,
             TOOL_FORMATS.get(tools),
-            REASONING_FORMATS.get(reasoning),
+            self.reasoning_of(model),
             left_open,
             dict(model.markers),
         )

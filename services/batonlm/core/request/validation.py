@@ -148,14 +148,16 @@ MAX_CHAT_BYTES = 1 << 20
 MAX_MESSAGES = 2048
 MAX_CALLS_PER_MESSAGE = 128
 MAX_CHAT_TEMPLATE_BYTES = 1 << 16
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+"""OpenAI allows 128, Anthropic names no number. Their bytes count, too."""
 MAX_SCHEMA_BYTES = 1 << 16
 MAX_SCHEMA_DEPTH = 32
 MAX_NAME_BYTES = 256
 
 ROLES = ("system", "user", "assistant", "tool")
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+"""Anthropic's; OpenAI allows 64 characters."""
 
 
 def check_chat(chat: ChatPrompt) -> None:
@@ -226,7 +228,7 @@ def _check_calls(field: str, message: Message) -> int:
 
 def _check_tool(field: str, tool: Tool) -> int:
     if not _NAME.fullmatch(tool.name):
-        raise wrong(f"{field}.name", "must be 1 to 64 letters, digits, _ or -")
+        raise wrong(f"{field}.name", "must be 1 to 128 letters, digits, _ or -")
     size = check_text(f"{field}.description", tool.description, MAX_CHAT_BYTES)
     size += check_text(f"{field}.parameters", tool.parameters, MAX_SCHEMA_BYTES)
     if tool.parameters:

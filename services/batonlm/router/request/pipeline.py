@@ -342,6 +342,10 @@ class Pipeline:
         """The models that generate and can be requested now."""
         return self._preparation.models()
 
+    def reasons(self, model: ModelDescription) -> bool:
+        """Whether the model's answers may have reasoning."""
+        return self._preparation.reasons(model)
+
     def adapters(self) -> list[tuple[ModelDescription, AdapterDescription]]:
         """The LoRA adapters that can be requested now, by name, each with its model."""
         return self._preparation.adapters()

@@ -134,6 +134,14 @@ class Preparation:
         self._tokenizers = Tokenizers(services.fleet, config, services.budget)
         self._encoders = Encoders(services.fleet, config, services.budget)
 
+    def reasons(self, model: ModelDescription) -> bool:
+        """Whether the model's answers may have reasoning, as its tokenizers know."""
+        return any(
+            self._answer_rules.reasoning_of(worker.model.answer_format) is not None
+            for worker in self._services.fleet.tokenizers.each_snapshot()
+            if worker.model.tokenizer_digest == model.tokenizer_digest
+        )
+
     def encode_models(self) -> list[ModelDescription]:
         """The models of which vectors or scores can be requested now."""
         return self._encoders.models()

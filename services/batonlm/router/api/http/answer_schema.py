@@ -437,6 +437,21 @@ class CountedTokens(StrictStruct):
     input_tokens: int
 
 
+class ModelOfMessages(StrictStruct, tag_field="type", tag="model"):
+    """created_at: when this router started."""
+
+    id: str
+    display_name: str
+    created_at: str
+
+
+class ModelsOfMessages(StrictStruct):
+    data: list[ModelOfMessages]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
 class MessagesErrorDetail(StrictStruct):
     type: str
     message: str
@@ -488,7 +503,7 @@ class OllamaLine(StrictStruct, kw_only=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length"] | msgspec.UnsetType = msgspec.UNSET
+    done_reason: Literal["stop", "length", "load"] | msgspec.UnsetType = msgspec.UNSET
     prompt_eval_count: int | msgspec.UnsetType = msgspec.UNSET
     eval_count: int | msgspec.UnsetType = msgspec.UNSET
     total_duration: int | msgspec.UnsetType = msgspec.UNSET
@@ -511,6 +526,10 @@ class OllamaEmbeddings(StrictStruct):
     model: str
     embeddings: list[list[float]]
     prompt_eval_count: int
+
+
+class OllamaEmbedding(StrictStruct):
+    embedding: list[float]
 
 
 class OllamaDetails(StrictStruct):
@@ -547,7 +566,7 @@ class OllamaShown(StrictStruct):
     template: str
     details: OllamaDetails
     model_info: dict[str, Any]
-    capabilities: list[Literal["completion", "tools", "embedding"]]
+    capabilities: list[Literal["completion", "tools", "thinking", "embedding"]]
 
 
 class OllamaError(StrictStruct):

@@ -1,4 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as in Anthropic's Messages API.
+"""POST /v1/messages and /v1/messages/count_tokens, as in Anthropic's Messages API, and its form
+of models.
 
 In: a body of that API, which becomes the same core Request as one of the OpenAI routes. Out: its
 answers, events of streams and errors. Fields that this API does not have are refused by name where
@@ -45,6 +46,7 @@ from batonlm.router.api.http.responses import (
     encode,
     error_status,
     send_parts,
+    utc_time,
 )
 from batonlm.router.api.http.schema import INSTEAD, REFUSED_ELSEWHERE, decode, no_value
 from batonlm.router.api.translation import in_client_words
@@ -56,7 +58,8 @@ class MessageText(msgspec.Struct):
 
 
 class MessageBlock(msgspec.Struct):
-    """A block of a message's content: `text`, `thinking`, `tool_use` or `tool_result`."""
+    """A block of a message's content: `text`, `thinking`, `redacted_thinking`, `tool_use` or
+    `tool_result`."""
 
     type: str
     text: str | None = None
@@ -312,6 +315,9 @@ class _Conversation:
             case "assistant", "thinking":
                 thought = _given(f"{name}.thinking", block.thinking)
                 self.open(name, role).thoughts.append(thought)
+            case "assistant", "redacted_thinking":
+                # Only Anthropic can read it.
+                pass
             case "assistant", "tool_use":
                 call = ToolCall(
                     _given(f"{name}.id", block.id),
@@ -423,6 +429,27 @@ class CountTokens(JsonRoute[CountTokensBody]):
         except BatonError as error:
             raise in_client_words(error, _prompt(given)[1]) from error
         await send_parts(send, [encode({"input_tokens": len(encoded.token_ids)})], headers)
+
+
+VERSION_HEADER = b"anthropic-version"
+"""All clients of this API send it."""
+
+
+def models_document(models: Mapping[str, Json]) -> Json:
+    """Returns the list of models of this API. models: those of the OpenAI route, by their names."""
+    data = [model_document(model) for model in models.values()]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"data": data, "has_more": False, "first_id": first, "last_id": last}
+
+
+def model_document(model: Json) -> Json:
+    """model: see `models_document`."""
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": utc_time(model["created"]),
+    }
 
 
 SIGNATURE = "baton"

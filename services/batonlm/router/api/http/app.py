@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -34,9 +34,12 @@ from batonlm.router.api.http.adapters import AdapterRoute, load_adapter, unload_
 from batonlm.router.api.http.answers import ChatAnswer, CompletionAnswer
 from batonlm.router.api.http.anthropic import (
     ANTHROPIC,
+    VERSION_HEADER,
     CountTokens,
     CountTokensBody,
     MessagesAnswer,
+    model_document,
+    models_document,
     parse_messages,
 )
 from batonlm.router.api.http.body import Bodies, ClientGone
@@ -205,12 +208,12 @@ class HttpApp:
             forget_frames(error)
             # The id of an admitted request, under which it can be explained.
             known = error.request_id if isinstance(error, BatonError) else ""
-            await _fail(scope, send, error, known or secrets.token_hex(16))
+            await fail(scope, send, error, known or secrets.token_hex(16))
         except Exception:
             request_id = secrets.token_hex(16)
             about = named(request_id)
             log.exception("%s %s failed", scope["method"], scope["path"], extra=about)
-            await _fail(scope, send, Internal("internal error"), request_id)
+            await fail(scope, send, Internal("internal error"), request_id)
 
     def _unrouted(self, error: HTTPException, scope: Scope) -> HttpError:
         """Returns the error for Starlette's, which its router raises."""
@@ -227,15 +230,20 @@ class HttpApp:
         hint = f"; the nearest is {near[0]}" if near else "; GET /docs lists all"
         return HttpError(404, f"there is no route {path}{hint}", code="not_found", headers=())
 
-    async def _list_models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": list(self._models().values())})
+    async def _list_models(self, request: Request) -> Response:
+        models = self._models()
+        if wire_format(request.scope) is ANTHROPIC:
+            return json_response(models_document(models))
+        return json_response({"object": "list", "data": list(models.values())})
 
     async def _show_model(self, request: Request) -> Response:
         models = self._models()
         wanted = request.path_params["model"]
         if wanted not in models:
             raise model_not_found(wanted, models)
-        return json_response(models[wanted])
+        model = models[wanted]
+        is_anthropic = wire_format(request.scope) is ANTHROPIC
+        return json_response(model_document(model) if is_anthropic else model)
 
     def _models(self) -> dict[str, Json]:
         """Returns the models by each of their names."""
@@ -277,18 +285,23 @@ class HttpApp:
         return Response(generate_latest(shown), headers=headers)
 
 
-async def _fail(scope: Scope, send: Send, error: BatonError | HttpError, request_id: str) -> None:
+async def fail(scope: Scope, send: Send, error: BatonError | HttpError, request_id: str) -> None:
+    """Answers a request with a failure, in the form that its client expects."""
     if speaks_connect(scope):
         await send_failure(scope, send, error, request_id)
     else:
-        await send_error(send, error, request_id, wire_format(scope["path"]))
+        await send_error(send, error, request_id, wire_format(scope))
 
 
-def wire_format(path: str) -> WireFormat:
-    """Returns the form in which the clients of a path expect failures."""
+def wire_format(scope: Scope) -> WireFormat:
+    """Returns the form in which the client of a request expects failures, by its path and, on
+    paths that two APIs have, by its headers."""
+    path = scope["path"]
     if path.startswith(PREFIX):
         return OLLAMA
-    return ANTHROPIC if f"{path}/".removeprefix("/v1").startswith(f"{MESSAGES}/") else OPENAI
+    if f"{path}/".removeprefix("/v1").startswith(f"{MESSAGES}/"):
+        return ANTHROPIC
+    return ANTHROPIC if any(name == VERSION_HEADER for name, _ in scope["headers"]) else OPENAI
 
 
 CORS_MAX_AGE_S = 600
@@ -306,6 +319,15 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),
         max_age=CORS_MAX_AGE_S,
     )
+
+
+def running_route() -> Route:
+    """Returns GET / where no page is served there: by it Ollama's clients look for a server."""
+
+    async def show(_: Request) -> Response:
+        return PlainTextResponse("Ollama is running")
+
+    return Route("/", show)
 
 
 def playground_routes() -> list[Route]:

@@ -7,9 +7,10 @@ name; what Ollama does to the models of its own machine is refused in words.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -19,7 +20,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from batonlm.core.errors import InvalidArgument, model_not_found
+from batonlm.core.admission.admission import Holding
+from batonlm.core.errors import BatonError, InvalidArgument, model_not_found
 from batonlm.core.request.model import ModelDescription, ModelTask
 from batonlm.core.request.request import (
     Accepted,
@@ -41,7 +43,7 @@ from batonlm.core.request.request import (
 from batonlm.core.request.validation import MAX_CALLS_PER_MESSAGE, wrong
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter, call_arguments
-from batonlm.router.api.http.body import Bodies
+from batonlm.router.api.http.body import Bodies, while_connected
 from batonlm.router.api.http.generation import Generation
 from batonlm.router.api.http.parse import GenerationCall, tool_of
 from batonlm.router.api.http.responses import (
@@ -51,6 +53,7 @@ from batonlm.router.api.http.responses import (
     encode,
     json_response,
     send_json,
+    utc_time,
 )
 from batonlm.router.api.http.schema import (
     INSTEAD,
@@ -104,16 +107,17 @@ class OllamaBody(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
-    """POST /api/chat"""
+    """POST /api/chat. messages: empty: the model is loaded, and nothing is answered."""
 
-    messages: list[OllamaMessage]
+    messages: list[OllamaMessage] | None = None
     tools: list[ToolOfBody] | None = None
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
-    """POST /api/generate. raw: the prompt is not put into the chat template."""
+    """POST /api/generate. prompt: empty: the model is loaded, and nothing is answered. raw: the
+    prompt is not put into the chat template."""
 
-    prompt: str
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
 
@@ -124,6 +128,13 @@ class OllamaEmbedBody(VectorBody, kw_only=True):
     inputs: str | list[str] = msgspec.field(name="input")
     truncate: bool | None = True
     dimensions: int | None = None
+
+
+class OllamaEmbeddingsBody(VectorBody, kw_only=True):
+    """POST /api/embeddings, of older clients."""
+
+    inputs: str = msgspec.field(name="prompt")
+    truncate: bool | None = True
 
 
 class OllamaShowBody(msgspec.Struct, kw_only=True):
@@ -146,6 +157,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = msgspec.field(default=None, name="repeat_penalty")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repeat_last_n: int | None = None
 
 
 _SAMPLING = (
@@ -186,7 +198,9 @@ _INSTEAD: Mapping[str, str] = {
     "response_format": "format",
     "system": "a message of the role system",
 }
-_EFFORTS = ("low", "medium", "high")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""By `think` the value of `reasoning_effort` that chat templates know."""
 _OPTIONS = dict.fromkeys(OllamaOptions.__struct_fields__) | client_names(OllamaOptions)
 _NAMES = {
     **{ours: f"options.{theirs or ours}" for ours, theirs in _OPTIONS.items()},
@@ -200,7 +214,7 @@ _NAMES = {
 def parse_ollama_chat(raw: bytes) -> GenerationCall:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, OllamaChatBody, _REFUSED, _INSTEAD)
-    messages = tuple(_messages(body.messages))
+    messages = tuple(_messages(body.messages or ()))
     last = messages[-1] if messages else None
     continues = last is not None and last.role == "assistant" and not last.tool_calls
     prompt = ChatPrompt(
@@ -216,10 +230,10 @@ def parse_ollama_chat(raw: bytes) -> GenerationCall:
 def parse_ollama_generate(raw: bytes) -> GenerationCall:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, OllamaGenerateBody, _REFUSED, _INSTEAD)
-    if not body.prompt:
-        raise wrong("prompt", "must not be empty")
     prompt: Prompt
-    if body.raw:
+    if not body.prompt:
+        prompt = _NOTHING
+    elif body.raw:
         for name in ("system", "think"):
             if getattr(body, name):
                 raise wrong(name, "cannot be combined with raw")
@@ -230,6 +244,10 @@ def parse_ollama_generate(raw: bytes) -> GenerationCall:
             (*messages, Message("user", body.prompt)), template_kwargs=_variables(body.think)
         )
     return _call(body, prompt, ignored, "prompt")
+
+
+_NOTHING = ChatPrompt(())
+"""The prompt of a request that only loads its model."""
 
 
 def _call(
@@ -243,6 +261,11 @@ def _call(
     except InvalidArgument as error:
         raise in_client_words(error, {error.field: f"options.{error.field}"}) from None
     sampling = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    if options.repeat_last_n == 0:
+        # Penalties look at none of the tokens before.
+        sampling = {name: value for name, value in sampling.items() if name not in _PENALTIES}
+    elif options.repeat_last_n not in (None, -1) and any(name in sampling for name in _PENALTIES):
+        raise wrong("options.repeat_last_n", "must be -1 (all tokens) or 0 beside a penalty")
     stops, most = options.stop_strings or (), options.max_tokens
     request = Request(
         prompt,
@@ -319,7 +342,8 @@ def _variables(think: bool | str | None) -> str:
         case bool():
             return encode({"enable_thinking": think}).decode()
         case str() if think in _EFFORTS:
-            return encode({"enable_thinking": True, "reasoning_effort": think}).decode()
+            effort = {"reasoning_effort": _EFFORTS[think]}
+            return encode({"enable_thinking": True, **effort}).decode()
     raise wrong("think", f"must be a boolean or one of {', '.join(_EFFORTS)}")
 
 
@@ -340,7 +364,7 @@ class OllamaAnswer(AnswerWriter):
 
     def __init__(self, call: GenerationCall, accepted: Sequence[Accepted], created: int) -> None:
         super().__init__(call, accepted, created)
-        self._head = {"model": accepted[0].model, "created_at": _time(created)}
+        self._head = {"model": accepted[0].model, "created_at": utc_time(created)}
         self._calls: list[ToolCallDelta] = []
         """Parts of the call that the model is writing."""
         self._last: Json = {}
@@ -369,6 +393,10 @@ class OllamaAnswer(AnswerWriter):
     def last_chunk(self, *, with_timings: bool) -> list[Json]:
         last = self._chunk("", "", ()) | self._last | self._numbers()
         return [last | (self.timings() if with_timings else {})]
+
+    def loaded(self) -> Json:
+        """Returns the answer of a request that only loaded its model."""
+        return self._chunk("", "", ()) | {"done": True, "done_reason": "load"}
 
     def _part(self, text: str, thinking: str, calls: Sequence[ToolCallDelta]) -> Json:
         """Returns what of an answer is new, in the form of the route."""
@@ -437,10 +465,6 @@ def _counts(end: Finished) -> Json:
     return {"prompt_eval_count": end.prompt_tokens, "eval_count": end.completion_tokens}
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _failure(error: Failure, _: str) -> Json:
     return {"error": error.message}
 
@@ -453,7 +477,7 @@ OLLAMA = WireFormat(
     keep_alive=encode(
         {
             "model": "",
-            "created_at": _time(0),
+            "created_at": utc_time(0),
             "message": {"role": "assistant", "content": ""},
             "response": "",
             "done": False,
@@ -462,6 +486,40 @@ OLLAMA = WireFormat(
     + b"\n",
     failure=_failure,
 )
+
+
+class OllamaGeneration(Generation):
+    """A generating route. A request without a prompt waits for workers of its model, which starts
+    if it sleeps, and has no answer."""
+
+    async def respond(
+        self,
+        call: GenerationCall,
+        holding: Holding,
+        given: Mapping[str, bytes],
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        (request,) = call.requests
+        if not isinstance(request.prompt, ChatPrompt) or request.prompt.messages:
+            await super().respond(call, holding, given, receive, send)
+            return
+        await while_connected(receive, self._load(call, request, holding, send))
+
+    async def _load(
+        self, call: GenerationCall, request: Request, holding: Holding, send: Send
+    ) -> None:
+        probe = Request(TextPrompt("."), model=request.model, max_tokens=1)
+        try:
+            stream = await self.pipeline.open(probe.of(request.tenant, request.trace), holding)
+            async with aclosing(stream):
+                accepted = await anext(stream)
+        except BatonError as error:
+            raise in_client_words(error, call.names) from error
+        assert isinstance(accepted, Accepted)
+        answer = self.answer(call, [accepted], int(time.time()))
+        assert isinstance(answer, OllamaAnswer)
+        await send_json(send, 200, answer.loaded())
 
 
 def embed_texts(body: OllamaEmbedBody) -> tuple[VectorInput, ...]:
@@ -476,6 +534,15 @@ def write_ollama_embeddings(_: OllamaEmbedBody, vectors: Vectors) -> Iterator[by
     for index, numbers in enumerate(vectors.numbers):
         yield b"," * (index > 0) + encode(floats(numbers).tolist())
     yield b"]}"
+
+
+def embed_prompt(body: OllamaEmbeddingsBody) -> tuple[VectorInput, ...]:
+    return (body.inputs,)
+
+
+def write_ollama_embedding(_: OllamaEmbeddingsBody, vectors: Vectors) -> Iterator[bytes]:
+    (numbers,) = vectors.numbers
+    yield b'{"embedding":%s}' % encode(floats(numbers).tolist())
 
 
 REFUSED_ROUTES = {
@@ -527,11 +594,12 @@ class _Show:
             served = _served(self.pipeline)
             if name not in served:
                 raise model_not_found(name, served)
-            await send_json(send, 200, _shown(served[name]))
+            reasons = self.pipeline.reasons(served[name])
+            await send_json(send, 200, _shown(served[name], reasons=reasons))
 
 
-def _shown(model: ModelDescription) -> Json:
-    generates = model.task is ModelTask.GENERATE
+def _shown(model: ModelDescription, *, reasons: bool) -> Json:
+    can = ["completion", "tools", *(["thinking"] if reasons else [])]
     return {
         "modelfile": "",
         "parameters": "",
@@ -542,7 +610,7 @@ def _shown(model: ModelDescription) -> Json:
             "general.basename": model.name,
             "baton.context_length": model.max_model_len,
         },
-        "capabilities": ["completion", "tools"] if generates else ["embedding"],
+        "capabilities": can if model.task is ModelTask.GENERATE else ["embedding"],
     }
 
 
@@ -553,7 +621,7 @@ def _details() -> Json:
 
 def ollama_routes(pipeline: Pipeline, bodies: Bodies, created: float) -> list[BaseRoute]:
     """created: when this router started, in seconds since the epoch."""
-    since = _time(created)
+    since = utc_time(created)
 
     async def show_version(_: HttpRequest) -> Response:
         return json_response({"version": version("batonlm")})
@@ -572,12 +640,15 @@ def ollama_routes(pipeline: Pipeline, bodies: Bodies, created: float) -> list[Ba
         return json_response({"models": found})
 
     posts: dict[str, ASGIApp] = {
-        "chat": Generation(pipeline, bodies, parse_ollama_chat, OllamaChatAnswer, OLLAMA),
-        "generate": Generation(
+        "chat": OllamaGeneration(pipeline, bodies, parse_ollama_chat, OllamaChatAnswer, OLLAMA),
+        "generate": OllamaGeneration(
             pipeline, bodies, parse_ollama_generate, OllamaGenerateAnswer, OLLAMA
         ),
         "embed": VectorRoute(
             pipeline, bodies, OllamaEmbedBody, embed_texts, write_ollama_embeddings
+        ),
+        "embeddings": VectorRoute(
+            pipeline, bodies, OllamaEmbeddingsBody, embed_prompt, write_ollama_embedding
         ),
         "show": _Show(pipeline, bodies),
     }

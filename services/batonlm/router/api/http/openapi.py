@@ -15,6 +15,7 @@ from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
 from batonlm.router.api.http.ollama import (
     OllamaChatBody,
     OllamaEmbedBody,
+    OllamaEmbeddingsBody,
     OllamaGenerateBody,
     OllamaShowBody,
 )
@@ -200,6 +201,13 @@ def _paths() -> Json:
             answers.OllamaEmbeddings,
             prefix=_OLLAMA,
         ),
+        "/api/embeddings": _post(
+            "ollamaEmbedding",
+            "The vector of one text, in Ollama's older form",
+            OllamaEmbeddingsBody,
+            answers.OllamaEmbedding,
+            prefix=_OLLAMA,
+        ),
         "/api/show": _post(
             "ollamaShow",
             "One model, in Ollama's form",
@@ -239,8 +247,17 @@ def _paths() -> Json:
         "/v1/unload_lora_adapter": _operators(
             "unloadAdapter", "Unload a LoRA adapter; what runs with it goes on", UnloadAdapterBody
         ),
-        "/v1/models": _get("listModels", "The models served", _json(answers.ModelList)),
-        "/v1/models/{model}": _get("showModel", "One model", _json(answers.ModelAnswer), model),
+        "/v1/models": _get(
+            "listModels",
+            "The models served, in Anthropic's form for clients that send `anthropic-version`",
+            _json({"oneOf": [answers.ModelList, answers.ModelsOfMessages]}),
+        ),
+        "/v1/models/{model}": _get(
+            "showModel",
+            "One model, in the same forms",
+            _json({"oneOf": [answers.ModelAnswer, answers.ModelOfMessages]}),
+            model,
+        ),
         "/requests/{id}": _get(
             "explainRequest",
             "What this router remembers of one request, running or over: the caller's own, to an "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -22,6 +23,11 @@ Json = dict[str, Any]
 Header = tuple[bytes, bytes]
 
 encode: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+
+
+def utc_time(seconds: float) -> str:
+    """Returns a time, in seconds since 1970, as RFC 3339 writes it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def json_response(document: Json) -> Response:

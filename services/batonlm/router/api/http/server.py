@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import re
+import secrets
 from typing import Any
 
 from granian.constants import HTTPModes, Interfaces, SSLProtocols
@@ -21,6 +22,7 @@ from granian.http import HTTP1Settings, HTTP2Settings
 from granian.server.embed import Server
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from batonlm.router.api.http.app import fail
 from batonlm.router.api.http.connections import (
     Connection,
     Connections,
@@ -29,7 +31,7 @@ from batonlm.router.api.http.connections import (
     close_left_over,
     tune_listeners,
 )
-from batonlm.router.api.http.responses import HttpError, send_json
+from batonlm.router.api.http.responses import CLOSES, HttpError
 from batonlm.rpc.address import claimed, join, refusal, split
 from batonlm.rpc.tls import Certificates, Pems
 
@@ -62,10 +64,13 @@ BAD_FRAMING = HttpError(400, "Transfer-Encoding must be chunked", code="bad_requ
 BROKEN_BODY = HttpError(400, "the body is incomplete or malformed", code="bad_request")
 BODY_TOO_SLOW = HttpError(408, "the body did not arrive in time", code="request_timeout")
 TOO_MANY_OF_YOURS = HttpError(
-    429, "too many connections from this address", code="too_many_connections"
+    429,
+    "too many connections from this address",
+    code="too_many_connections",
+    headers=(*CLOSES, (b"retry-after", b"1")),
 )
 
-_CLOSE = (b"connection", b"close")
+(_CLOSE,) = CLOSES
 
 # RFC 9112, section 3.2, by RFC 3986's uri-host.
 _HOST = re.compile(
@@ -98,15 +103,12 @@ class Edge:
         try:
             sending = self._sender(send, connection, exchange)
             if (refusal := self._refusal(scope, connection)) is not None:
-                headers = [] if http2 else [_CLOSE]
-                if refusal.status == 429:
-                    headers.append((b"retry-after", b"1"))
-                await send_json(sending, refusal.status, refusal.body(), headers)
+                await self._fail(scope, sending, refusal)
             else:
                 await self._app(scope, self._receiver(receive), sending)
                 if not exchange.started:
                     # The body was truncated or invalid. The server would report its own failure.
-                    await send_json(sending, 400, BROKEN_BODY.body(), [] if http2 else [_CLOSE])
+                    await self._fail(scope, sending, BROKEN_BODY)
         except asyncio.CancelledError:
             # Returns normally, because the server would log a cancellation as a failure.
             if task not in self._abandoned:
@@ -115,6 +117,9 @@ class Edge:
             self._running.discard(task)
             self._abandoned.discard(task)
             self._connections.end(connection, exchange)
+
+    async def _fail(self, scope: Scope, send: Send, error: HttpError) -> None:
+        await fail(scope, send, error, secrets.token_hex(16))
 
     async def finish(self, grace_s: float) -> None:
         """Lets running requests end for this many seconds, then cancels the others."""
@@ -151,7 +156,9 @@ class Edge:
             if message["type"] == "http.response.start":
                 exchange.started = True
                 # HTTP/2 has no such header; its connections end when they are idle.
-                if not connection.http2:
+                if connection.http2:
+                    message["headers"] = [each for each in message["headers"] if each != _CLOSE]
+                else:
                     if self._connections.is_last(connection) and _CLOSE not in message["headers"]:
                         message["headers"] = [*message["headers"], _CLOSE]
                     connection.last = _CLOSE in message["headers"]
