@@ -115,7 +115,10 @@ FIGURES = {
     "chaos-kv-head-of-line": Figure("chaos kv head-of-line"),
 }
 
-ELSEWHERE = {"cluster-sizes": "python scripts/sizes_on_cluster.py"}
+ELSEWHERE = {
+    "cluster-scale": "python scripts/scale_on_cluster.py",
+    "cluster-sizes": "python scripts/sizes_on_cluster.py",
+}
 """Figures that take more than this machine, a cluster: what measures them is run by hand."""
 
 

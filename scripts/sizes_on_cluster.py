@@ -16,7 +16,7 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import pi, sin
@@ -61,6 +61,12 @@ FIRST_TOKEN_S, BETWEEN_TOKENS_S = 2.0, 0.1
 STARTUP_S = 10.0
 POLL_S = 2.0
 REST_S = 60.0
+SETTINGS = {
+    "decode.config.max_running": str(RUNNING),
+    "router.config.target_first_token_ms": f"{1000 * FIRST_TOKEN_S:.0f}",
+    "router.config.target_between_tokens_ms": f"{1000 * BETWEEN_TOKENS_S:.0f}",
+    "router.config.target_startup_s": f"{STARTUP_S:.0f}",
+}
 SETTLE_S = 180.0
 
 _SCRIPT = """#!/opt/baton/bin/python
@@ -91,7 +97,7 @@ def main() -> None:
     print(f"{work.requests} requests in {work.seconds:.0f} s, thrice", file=sys.stderr)
     results = [Result("requests", work.requests, "")]
     found: dict[str, Day] = {}
-    with released() as release:
+    with released(STEP_MS, SETTINGS) as release:
         for name in args.only or ("planner", "HPA", "fixed"):
             found[name] = asyncio.run(day(release, name, work, args))
             results += found[name].results(name)
@@ -129,20 +135,24 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 @contextmanager
-def released() -> Iterator[Release]:
-    """A Baton in a namespace of its own, both gone afterwards."""
+def released(
+    step_ms: Mapping[str, tuple[float, float]], settings: Mapping[str, str]
+) -> Iterator[Release]:
+    """A Baton in a namespace of its own, both gone afterwards. step_ms: of a worker of each role, a
+    step and each token in it. settings: values of the chart."""
     cluster = Cluster(f"baton-sizes-{secrets.token_hex(3)}")
     cluster.run("kubectl", "create", "namespace", cluster.namespace)
     try:
         scripts = {
-            f"baton-{role}": _SCRIPT.format(role=role, step_ms=step_ms, token_ms=token_ms)
-            for role, (step_ms, token_ms) in STEP_MS.items()
+            f"baton-{role}": _SCRIPT.format(role=role, step_ms=step, token_ms=token)
+            for role, (step, token) in step_ms.items()
         }
         body = {
             "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "fake"}, "data": scripts,
         }  # fmt: skip
         cluster.kubectl("create", "-f", "-", text=json.dumps(body))
-        release = Release(cluster, CPU_IMAGE, ENGINE_IMAGE, values=values())
+        values = {key: value for role in step_ms for key, value in _faked(role).items()}
+        release = Release(cluster, CPU_IMAGE, ENGINE_IMAGE, values={**values, **settings})
         try:
             release.install()
             yield release
@@ -153,27 +163,20 @@ def released() -> Iterator[Release]:
         cluster.run("kubectl", "delete", "namespace", cluster.namespace, "--wait=false")
 
 
-def values() -> dict[str, str]:
+def _faked(role: str) -> dict[str, str]:
+    """The values with which a role's pods run the script in place of their command."""
     found = {
-        "decode.config.max_running": str(RUNNING),
-        "router.config.target_first_token_ms": f"{1000 * FIRST_TOKEN_S:.0f}",
-        "router.config.target_between_tokens_ms": f"{1000 * BETWEEN_TOKENS_S:.0f}",
-        "router.config.target_startup_s": f"{STARTUP_S:.0f}",
+        "config.transport": "nixl",
+        "extraVolumes[0].name": "fake",
+        "extraVolumes[0].configMap.name": "fake",
+        "extraVolumes[0].configMap.defaultMode": "365",
+        "extraVolumeMounts[0].name": "fake",
+        "extraVolumeMounts[0].mountPath": f"/opt/baton/bin/baton-{role}",
+        "extraVolumeMounts[0].subPath": f"baton-{role}",
+        "resources.requests.memory": "128Mi",
+        "resources.requests.cpu": "20m",
     }
-    for role in POOLS:
-        mounted = {
-            "config.transport": "nixl",
-            "extraVolumes[0].name": "fake",
-            "extraVolumes[0].configMap.name": "fake",
-            "extraVolumes[0].configMap.defaultMode": "365",
-            "extraVolumeMounts[0].name": "fake",
-            "extraVolumeMounts[0].mountPath": f"/opt/baton/bin/baton-{role}",
-            "extraVolumeMounts[0].subPath": f"baton-{role}",
-            "resources.requests.memory": "128Mi",
-            "resources.requests.cpu": "20m",
-        }
-        found |= {f"{role}.{key}": value for key, value in mounted.items()}
-    return found
+    return {f"{role}.{key}": value for key, value in found.items()}
 
 
 def scaled_by(name: str, args: argparse.Namespace, replicas: int = 1) -> dict[str, str]:
@@ -242,7 +245,7 @@ async def day(release: Release, name: str, work: Workload, args: argparse.Namesp
     replicas = args.most if name == "fixed" else 1
     # Before anybody scales: a planner would keep a size that it saw being set by hand.
     await asyncio.to_thread(release.upgrade, scaled_by("fixed", args, replicas))
-    await settled(release, replicas)
+    await settled(release, dict.fromkeys(POOLS, replicas))
     if name != "fixed":
         await asyncio.to_thread(release.upgrade, scaled_by(name, args))
     async with reached(release) as (_, http), counted(release) as count:
@@ -255,12 +258,12 @@ async def day(release: Release, name: str, work: Workload, args: argparse.Namesp
     return Day(run, count.replica_s, count.changes, count.seconds, count.most)
 
 
-async def settled(release: Release, replicas: int) -> None:
+async def settled(release: Release, replicas: Mapping[str, int]) -> None:
     """Returns when each pool has so many pods, and all are ready. Raises Failed."""
-    for role in POOLS:
-        await asyncio.to_thread(release.scale, role, replicas)
+    for role, number in replicas.items():
+        await asyncio.to_thread(release.scale, role, number)
     until = time.monotonic() + SETTLE_S
-    while any(len(release.pods(role)) != replicas for role in POOLS):
+    while any(len(release.pods(role)) != number for role, number in replicas.items()):
         if time.monotonic() > until:
             raise Failed("the pools do not come to rest")
         await asyncio.sleep(POLL_S)
