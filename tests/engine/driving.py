@@ -73,6 +73,53 @@ def generate(
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
+def verify(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    tables: Sequence[Extents],
+    likely: Sequence[Sequence[int]],
+    *,
+    params: SamplingParams = GREEDY,
+    seed: int = 1,
+) -> tuple[list[list[int]], int]:
+    """All sequences at once, with up to five drafts a step from what is likely, one in six of them
+    another token. Returns as many tokens as are likely, and in how many steps they came."""
+    numbers = random.Random(seed)
+    texts = [list(prompt) for prompt in prompts]
+    done = [0] * len(texts)
+    ends = [len(p) + len(tokens) for p, tokens in zip(prompts, likely, strict=True)]
+    step = 0
+    while any(len(text) < end for text, end in zip(texts, ends, strict=True)):
+        chunks = []
+        for i, text in enumerate(texts):
+            if len(text) >= ends[i]:
+                continue
+            position = len(text) - len(prompts[i])
+            drafts = [
+                token if numbers.randrange(6) else numbers.randrange(4, 500)
+                for token in likely[i][position : position + numbers.randrange(6)]
+            ]
+            rows = [SampleRow(i, 0, position, params, (), tuple(text), len(prompts[i]))]
+            rows += [SampleRow(i, 0, position + 1 + j, params) for j in range(len(drafts))]
+            new = (*text[done[i] :], *drafts)
+            chunk = Chunk(i, new, done[i], tables[i], tuple(rows), num_drafts=len(drafts))
+            chunks.append(chunk)
+        runner.submit(StepPlan(step, tuple(chunks)))
+        drawn: dict[int, list[int]] = {}
+        for token in runner.collect().tokens:
+            drawn.setdefault(token.sequence_id, []).append(token.token_id)
+        for chunk in chunks:
+            text = texts[chunk.sequence_id]
+            drafts = list(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :])
+            for draft, made in zip([*drafts, -1], drawn[chunk.sequence_id], strict=True):
+                text.append(made)
+                if made != draft:
+                    break
+            done[chunk.sequence_id] = len(text) - 1
+        step += 1
+    return [text[len(p) : end] for text, p, end in zip(texts, prompts, ends, strict=True)], step
+
+
 def fill(runner: ModelRunner, tokens: Sequence[int], table: Extents, first: int = 0) -> None:
     """Computes KV of tokens without sampling."""
     runner.submit(StepPlan(0, (Chunk(0, list(tokens), first, table),)))

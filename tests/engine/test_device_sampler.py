@@ -272,3 +272,46 @@ def test_tokens_are_filled_in_where_they_are_pending() -> None:
         last.store([1, 2, 3, 4, 5], torch.arange(5))
     with pytest.raises(Internal, match="twice"):
         last.store([1, 1], torch.arange(2))
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_a_row_behind_drafts_gets_the_token_that_it_gets_alone(wish: SamplingParams) -> None:
+    """Step by step, with right drafts and wrong ones, beside another sequence."""
+    last, counts = LastTokens(CPU), TokenCounts(CPU)
+    history, drafts = [1, 2, 2, 800], (5, 2, 31)
+    for number, taken in enumerate((3, 0, 1, 4)):
+        scores = torch.stack([logits(10 * number + i, spread=4.0) for i in range(5)])
+        rows = [
+            row(wish, sequence=6, position=number + i, num_prompt_tokens=2, banned=(i,))
+            for i in range(4)
+        ]
+        rows[0] = rows[0]._replace(history=tuple(history) if wish.needs_history else ())
+        beside = row(WISHES[6], sequence=9, history=(1, 2, 2, 7), num_prompt_tokens=2)
+        chunks = (
+            Chunk(9, (0,), 0, (), (beside,)),
+            Chunk(6, (history[-1], *drafts), 9, (), tuple(rows), num_drafts=3),
+        )
+        result = SampledStep(StepPlan(number, chunks), scores, last, counts).result()
+        assert [token.sequence_id for token in result.tokens] == [9, 6, 6, 6, 6]
+        for i, got in enumerate(result.tokens[1:]):
+            whole = (*history, *drafts[:i]) if wish.needs_history else ()
+            alone = one(scores[1 + i], rows[i]._replace(history=whole))
+            assert (got.token_id, got.logprobs) == (alone.token_id, alone.logprobs)
+        history += [*drafts, 40 + number][:taken] + [90] * (not taken)
+    assert counts.rebuilt <= 2
+
+
+def test_what_is_behind_drafts_is_not_filled_in() -> None:
+    last = LastTokens(CPU)
+    rows = tuple(row(GREEDY, sequence=4, position=i) for i in range(2))
+    chunks = (
+        Chunk(4, (0, 1), 0, (), rows, num_drafts=1),
+        Chunk(7, (0,), 0, (), (row(GREEDY, sequence=7),)),
+    )
+    scores = torch.stack([logits(i) for i in range(3)])
+    tokens = SampledStep(StepPlan(0, chunks), scores, last, TokenCounts(CPU)).result().tokens
+    ids = torch.tensor([PENDING])
+    last.fill(StepPlan(1, (Chunk(7, (PENDING,), 1, ()),)), ids)
+    assert ids.tolist() == [tokens[2].token_id]
+    with pytest.raises(Internal):
+        last.fill(StepPlan(1, (Chunk(4, (PENDING,), 2, ()),)), ids)

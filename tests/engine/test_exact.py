@@ -65,8 +65,26 @@ def assert_bits(got: dict[int, torch.Tensor], wanted: dict[int, torch.Tensor]) -
         assert torch.equal(row, wanted[position]), f"logits at position {position} differ"
 
 
+def drafted(runner: TorchRunner, count: int, table: Extents) -> dict[int, torch.Tensor]:
+    """Logits at every position, of chunks of a token and so many drafts. First all of these are
+    wrong, so that the right ones overwrite them."""
+    found: dict[int, torch.Tensor] = {}
+    rows = tuple(SampleRow(0, 0, i, GREEDY) for i in range(count + 1))
+    for start in range(0, LENGTH - count, count + 1):
+        for wrong in (True, False):
+            drafts = TEXT[start + 1 : start + 1 + count]
+            inputs = (TEXT[start], *(reversed(drafts) if wrong else drafts))
+            chunk = Chunk(0, inputs, start, table, rows, num_drafts=count)
+            made = runner.forward(StepPlan(0, (chunk,)))
+            found |= {start + 1 + i: row.clone() for i, row in enumerate(made)}
+    return found
+
+
 def check(runner: TorchRunner) -> None:
     wanted = logits(runner, range(1, LENGTH + 1))
+    for count in (1, 3, 8):
+        assert_bits(drafted(runner, count, OURS), wanted)
+        assert_bits(drafted(runner, count, APART), wanted)
     for size in (2, 5, 7, 16, 23, 64, LENGTH):
         cuts = [*range(size, LENGTH, size), LENGTH]
         assert_bits(logits(runner, cuts), wanted)

@@ -18,7 +18,16 @@ from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.runner import TorchRunner
 from batonlm.transfer.staging import HostMemory, StagingPool
 from tests.engine import test_runner_contract as contract
-from tests.engine.driving import GREEDY, fill, generate, packed, random_prompts, scattered, together
+from tests.engine.driving import (
+    GREEDY,
+    fill,
+    generate,
+    packed,
+    random_prompts,
+    scattered,
+    together,
+    verify,
+)
 from tests.engine.local_ranks import LocalRanks
 from tests.engine.machine import needs_int8
 from tests.engine.modes import attempt, decode_loop, run
@@ -322,3 +331,15 @@ def test_what_cannot_be_staged_is_refused(
     with pytest.raises(InvalidArgument, match=told) as refused:
         RankedRunner.open(LocalRanks(1, stages), EngineConfig(str(saved(arch)), threads=1))
     assert refused.value.field == "pipeline_parallel"
+
+
+@pytest.mark.parametrize("tensor, stages", [(2, 2), deep(2, 1)])
+def test_drafts_change_no_token(
+    tensor: int, stages: int, saved: Callable[[str], Path], ranked: Open
+) -> None:
+    runner = ranked(saved("llama"), tensor, stages)
+    prompts = random_prompts(LENGTHS, VOCAB)
+    wanted = expected("llama", prompts, NEW)
+    found, steps = verify(runner, prompts, scattered(len(prompts), BLOCKS), wanted)
+    assert found == wanted
+    assert steps < NEW

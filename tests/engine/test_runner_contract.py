@@ -8,9 +8,10 @@ import pytest
 
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import BlockCopy
+from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from tests.engine.contract import BLOCKS, POISON, MakeRunner, draw, prompts
-from tests.engine.driving import GREEDY, fill, generate, packed, scattered, together
+from tests.engine.driving import GREEDY, fill, generate, packed, scattered, together, verify
 
 
 def test_tokens_do_not_depend_on_blocks_or_chunks(make: MakeRunner) -> None:
@@ -21,6 +22,36 @@ def test_tokens_do_not_depend_on_blocks_or_chunks(make: MakeRunner) -> None:
     assert generate(runner, prompts(), scattered(4, 4), 8, chunk=3) == wanted
     alone = [generate(runner, [prompt], [((9, 4),)], 8)[0] for prompt in prompts()]
     assert alone == wanted
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(seed=4, top_p=0.9),
+        SamplingParams(seed=5, repetition_penalty=1.2, frequency_penalty=0.3),
+    ],
+)
+def test_tokens_do_not_depend_on_drafts(make: MakeRunner, params: SamplingParams) -> None:
+    """Neither on right ones nor on wrong ones, whose positions are overwritten."""
+    runner = make()
+    wanted = generate(runner, prompts(), together(4, 5), 24, params=params)
+    for tables in (together(4, 5), scattered(4, 5)):
+        found, steps = verify(runner, prompts(), tables, wanted, params=params)
+        assert found == wanted
+        assert steps < 20
+
+
+def test_tokens_behind_drafts_come_up_to_the_first_that_cannot_be_drawn(make: MakeRunner) -> None:
+    runner = make()
+    for stuck in (2, 0):
+        rows = [SampleRow(3, 0, i, GREEDY) for i in range(4)]
+        rows[stuck] = rows[stuck]._replace(allowed=bytes(1))
+        chunk = Chunk(3, (8, 9, 7, 6), 0, ((0, 1),), tuple(rows), num_drafts=3)
+        runner.submit(StepPlan(0, (chunk,)))
+        result = runner.collect()
+        assert len(result.tokens) == stuck
+        assert [sequence for sequence, _ in result.failed] == ([] if stuck else [3])
 
 
 def test_kv_moves_to_other_blocks_of_another_runner(make: MakeRunner) -> None:

@@ -120,12 +120,14 @@ class StepScores:
 
 
 def drawn_rows(plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-    """Of logits [wanted rows, vocab] those to draw from: [chunks with samples, vocab]."""
-    rows, first = [], 0
+    """Of logits [wanted rows, vocab] those to draw from: [chunks with samples and their drafts,
+    vocab]."""
+    rows: list[int] = []
+    first = 0
     for chunk in plan.chunks:
         first += len(chunk.wanted)
         if chunk.samples:
-            rows.append(first - 1)
+            rows += range(first - 1 - chunk.num_drafts, first)
     return logits.index_select(0, upload(rows, torch.int64, logits.device))
 
 
@@ -189,15 +191,27 @@ class SampledStep:
         if plan.scores:
             self._scores, logits = StepScores(plan, logits), drawn_rows(plan, logits)
         self._rows: list[SampleRow] = []
+        self._drafts: list[Sequence[int]] = []
+        """Of each row the drafts behind which it is."""
         sources: list[int] = []
-        for source, chunk in enumerate(chunk for chunk in plan.chunks if chunk.samples):
+        source = 0
+        for chunk in plan.chunks:
+            if not chunk.samples:
+                continue
             self._rows += chunk.samples
-            # A prompt's choices share their logits.
-            sources += [source] * len(chunk.samples)
+            if count := chunk.num_drafts:
+                drafts = chunk.token_ids[-count:]
+                self._drafts += (drafts[:i] for i in range(count + 1))
+                sources += range(source, source + count + 1)
+            else:
+                # A prompt's choices share their logits.
+                self._drafts += [()] * len(chunk.samples)
+                sources += [source] * len(chunk.samples)
+            source += count + 1
         tokens = torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._rows:
-            tokens = draw_tokens(logits, self._rows, sources, counts)
-            last.store([row.sequence_id for row in self._rows], tokens)
+            tokens = draw_tokens(logits, self._rows, sources, counts, self._drafts)
+            self._store(plan, tokens, last)
         self._wanting = [
             i for i, row in enumerate(self._rows) if row.params.top_logprobs is not None
         ]
@@ -212,6 +226,17 @@ class SampledStep:
         wanted = [] if self._logprobs is None else self._logprobs.tensors
         self._download = Download([tokens, *wanted])
 
+    def _store(self, plan: StepPlan, tokens: torch.Tensor, last: LastTokens) -> None:
+        """What a sequence with drafts drew last is not known before the host has compared them."""
+        if not any(chunk.num_drafts for chunk in plan.chunks):
+            last.store([row.sequence_id for row in self._rows], tokens)
+            return
+        drafted = {chunk.sequence_id for chunk in plan.chunks if chunk.num_drafts}
+        lone = [i for i, row in enumerate(self._rows) if row.sequence_id not in drafted]
+        if lone:
+            kept = tokens.index_select(0, upload(lone, torch.int64, tokens.device))
+            last.store([self._rows[i].sequence_id for i in lone], kept)
+
     def result(self) -> StepResult:
         """Waits for the device. The tokens are in the order of the plan."""
         arrived = self._download.wait()
@@ -224,9 +249,15 @@ class SampledStep:
                 logprobs[i] = Logprobs(own, tuple(zip(ids[:top], values[:top], strict=True)))
         drawn: list[SampledToken] = []
         failed: list[tuple[int, str]] = []
+        ended = -1
         for i, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+            behind = bool(self._drafts[i])
+            if behind and row.sequence_id == ended:
+                continue
             if token < 0:
-                failed.append((row.sequence_id, _FAILURES[token]))
+                ended = row.sequence_id
+                if not behind:
+                    failed.append((row.sequence_id, _FAILURES[token]))
             else:
                 drawn.append(SampledToken(row.sequence_id, row.choice, token, logprobs.get(i)))
         scored = () if self._scores is None else self._scores.result()
@@ -249,13 +280,15 @@ def draw_tokens(
     rows: Sequence[SampleRow],
     sources: Sequence[int],
     counts: TokenCounts,
+    drafts: Sequence[Sequence[int]] = (),
 ) -> torch.Tensor:
     """A token, or a failure, of each row: int64 [rows].
 
-    logits: [.., vocab] of any float type, not changed. sources: each row's row of them.
+    logits: [.., vocab] of any float type, not changed. sources: each row's row of them. drafts: see
+    `TokenCounts.place`.
     """
     vocab = logits.shape[1]
-    places = counts.place(rows, vocab)
+    places = counts.place(rows, vocab, drafts)
     inputs = RowInputs.of(rows, sources, places, vocab)
     if logits.is_cuda:
         # Triton comes with the torch of GPUs only.

@@ -96,13 +96,18 @@ class TokenCounts:
     """How often sequences have each token, on the model's device, one slot for each sequence.
 
     Counts are made of a sequence's history when it first comes, and again only where its history is
-    not the one before with at most one token more: after a fork, or when a slot was lost. All
-    else, one token a step, the sampler adds itself. A slot is taken from the sequence that
-    has been away for longest; memory doubles instead of taking one of the last few steps'.
+    not the one before with a few tokens more: after a fork, or when a slot was lost. The newest
+    token, most often the only new one, the sampler adds itself. A slot is taken from the sequence
+    that has been away for longest; memory doubles instead of taking one of the last few steps'.
+
+    A row behind drafts is lent a slot for its step: drafts may turn out wrong, so they are never
+    added to what is counted of the sequence.
     """
 
     RECENT = 4
     """Steps in which a sequence keeps its slot without being sampled."""
+    FEW = 64
+    """New tokens of a history up to which they are added to what is counted."""
 
     def __init__(self, device: torch.device):
         self.tensor = torch.zeros(0, 0, dtype=torch.int32, device=device)
@@ -111,14 +116,35 @@ class TokenCounts:
         self.rebuilt = 0
         """How often a sequence's counts were made of its history."""
         self._step = 0
-        # By sequence, the one that has been away for longest first.
+        # By sequence, the one that has been away for longest first. What is lent in this step has
+        # ids below 0.
         self._slots: dict[int, _Slot] = {}
+        self._num_lent = 0
 
-    def place(self, rows: Sequence[SampleRow], vocab: int) -> list[tuple[int, int]]:
+    def place(
+        self, rows: Sequence[SampleRow], vocab: int, drafts: Sequence[Sequence[int]] = ()
+    ) -> list[tuple[int, int]]:
         """For each row of one step its slot, and the token to add there or -1; (-1, -1) for those
-        without penalties."""
+        without penalties.
+
+        drafts: of each row the drafts behind which it is, or empty where no row has any. The first
+        row of the sequence, which has none and has the history, comes before those that have some.
+        """
         self._step += 1
-        return [self._place(row, vocab) if row.params.needs_history else (-1, -1) for row in rows]
+        for lent in range(self._num_lent):
+            del self._slots[-1 - lent]
+        self._num_lent = 0
+        places: list[tuple[int, int]] = []
+        first = 0
+        for i, row in enumerate(rows):
+            if not row.params.needs_history:
+                places.append((-1, -1))
+            elif drafts and drafts[i]:
+                places.append((self._lend(*places[first], drafts[i], vocab), -1))
+            else:
+                first = i
+                places.append(self._place(row, vocab))
+        return places
 
     def _place(self, row: SampleRow, vocab: int) -> tuple[int, int]:
         history = row.history
@@ -129,16 +155,33 @@ class TokenCounts:
         latest = -1
         if (
             not slot.counted
-            or not 0 <= size - slot.counted <= 1
+            or not 0 <= size - slot.counted <= self.FEW
             or (history[slot.counted - 1] != slot.last)
         ):
             self._rebuild(slot.index, row)
         elif size > slot.counted:
             latest = history[-1]
+            self._add(slot.index, history[slot.counted : -1])
         slot.counted, slot.step = size, self._step
         slot.last = history[-1] if size else -1
         self._slots[row.sequence_id] = slot
         return slot.index, latest
+
+    def _lend(self, index: int, latest: int, drafts: Sequence[int], vocab: int) -> int:
+        """A slot for this step with what a sequence's own has, its newest token and drafts."""
+        lent = self._free(vocab)
+        self._num_lent += 1
+        self._slots[-self._num_lent] = _Slot(lent, step=self._step)
+        self.tensor[lent].copy_(self.tensor[index])
+        self._add(lent, drafts if latest < 0 else [latest, *drafts])
+        return lent
+
+    def _add(self, index: int, tokens: Sequence[int]) -> None:
+        """Counts tokens of an output."""
+        if tokens:
+            places = upload(list(tokens), torch.int64, self.tensor.device)
+            twice = torch.full_like(places, 2, dtype=torch.int32)
+            self.tensor[index].index_add_(0, places, twice)
 
     def _free(self, vocab: int) -> int:
         held = len(self.tensor)

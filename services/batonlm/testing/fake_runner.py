@@ -305,23 +305,30 @@ class FakeRunner:
             states = self._advance(chunk, token_ids)
             if chunk.scored is not None:
                 scored.append(self._score(chunk, states))
-            if chunk.samples and token_ids[-1] == self._poison:
-                failed += [(row.sequence_id, "logits are not numbers") for row in chunk.samples]
-            elif chunk.samples:
-                seen = self._attend(chunk, chunk.end_position, states[-1])
-                for row in chunk.samples:
-                    token = self._draw(seen, row)
-                    if token is None:
-                        failed.append((row.sequence_id, "every token is banned"))
-                    else:
-                        tokens.append(token)
+            drawn_from = len(token_ids) - 1 - chunk.num_drafts
+            for i, row in enumerate(chunk.samples):
+                at = drawn_from + i if chunk.num_drafts else drawn_from
+                token, reason = None, "logits are not numbers"
+                if token_ids[at] != self._poison:
+                    seen = self._attend(chunk, chunk.first_position + at + 1, states[at])
+                    token, reason = self._draw(seen, row), "every token is banned"
+                if token is not None:
+                    tokens.append(token)
+                elif at == drawn_from:
+                    failed.append((row.sequence_id, reason))
+                if token is None and chunk.num_drafts:
+                    break
         # The hashing counts as part of the step's duration.
         left = done - time.perf_counter()
         if left > 0.0:
             time.sleep(left)
         result = StepResult(plan.step, tuple(tokens), tuple(failed), scored=tuple(scored))
         result = moved.applied_to(result)
-        self._sampled.append({token.sequence_id: token.token_id for token in result.tokens})
+        # Of tokens behind drafts nobody knows yet which one is the last.
+        drafted = {chunk.sequence_id for chunk in plan.chunks if chunk.num_drafts}
+        self._sampled.append(
+            {t.sequence_id: t.token_id for t in result.tokens if t.sequence_id not in drafted}
+        )
         self._done.append(result)
 
     def _move(self, plan: StepPlan) -> Moved:

@@ -78,7 +78,8 @@ class Chunk(NamedTuple):
     positions up to the last one. The chunk finds the state as it is behind first_position, where
     0 means that there is none yet whatever lies there, and leaves the one behind end_position."""
     samples: tuple[SampleRow, ...] = ()
-    """Empty unless the last position's logits are needed; a prompt with n choices has n."""
+    """Empty unless the last position's logits are needed; a prompt with n choices has n, and a
+    chunk with drafts one for each of its last num_drafts + 1 positions."""
     scored: Scored | None = None
     """Set when tokens of the prompt are scored; none of them lies behind the last position of a
     chunk with samples."""
@@ -86,6 +87,10 @@ class Chunk(NamedTuple):
     """The digest of the adapter that its sequence is computed with; "" is the model alone."""
     state_copies: tuple[StateCopy, ...] = ()
     """In the order of their positions, which lie behind first_position and up to end_position."""
+    num_drafts: int = 0
+    """How many of its last inputs are drafts: tokens that nobody has drawn yet. Those of its
+    samples that are behind a draft have no history: it is the first one's, with the drafts up to
+    there."""
 
     @property
     def end_position(self) -> int:
@@ -95,7 +100,9 @@ class Chunk(NamedTuple):
     def wanted(self) -> list[int]:
         """Positions, counted from the chunk's first one, whose logits are needed, in order."""
         rows = [] if self.scored is None else list(range(len(self.scored.tokens)))
-        return [*rows, len(self.token_ids) - 1] if self.samples else rows
+        if self.samples:
+            rows += range(len(self.token_ids) - 1 - self.num_drafts, len(self.token_ids))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +155,11 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """One drawn token, in the order of the plan's chunks and their samples."""
+    """One drawn token, in the order of the plan's chunks and their samples.
+
+    Of a chunk with drafts they come up to the first that could not be drawn, whatever the drafts
+    were worth. A token counts if the drafts before it are the tokens drawn in their places.
+    """
 
     sequence_id: int
     choice: int
@@ -171,7 +182,8 @@ class StepResult:
     step: int
     tokens: tuple[SampledToken, ...]
     failed: tuple[tuple[int, str], ...] = ()
-    """Sequences whose own inputs made sampling fail, with a reason."""
+    """Sequences whose own inputs made sampling fail, with a reason. One with drafts is here only if
+    its first token could not be drawn."""
     swap_s: float = 0.0
     """Seconds that moving blocks to and from swap memory took."""
     scored: tuple[ScoredTokens, ...] = ()

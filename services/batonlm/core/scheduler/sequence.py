@@ -421,7 +421,7 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
         one.num_computed_tokens = end
         one.in_flight = in_flight + 1
         token_ids = _PENDING_ID if in_flight else one._last
-        values = (one.id, token_ids, position, one._extents, (row,), None, one.adapter, ())
+        values = (one.id, token_ids, position, one._extents, (row,), None, one.adapter, (), 0)
         chunks.append(_made(Chunk, values))
     return chunks, context
 

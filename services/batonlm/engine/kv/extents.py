@@ -54,6 +54,11 @@ def check_plan(plan: StepPlan, runner: ModelRunner) -> None:
                 raise Internal(f"step {plan.step}: a chunk cannot be scored as it asks")
             if not 0 <= chunk.scored.num_top <= vocab_size:
                 raise Internal(f"step {plan.step}: a chunk asks for too many alternatives")
+        if (drafts := chunk.num_drafts) and (
+            not 0 < drafts < len(token_ids) or len(chunk.samples) != drafts + 1 or state
+        ):
+            # Positions are overwritten when their drafts were wrong; a state is not.
+            raise Internal(f"step {plan.step}: a chunk cannot have {drafts} drafts")
         check_extents(chunk.extents, state * block_size + end, num_blocks, block_size)
         last = state + (end - 1) // block_size
         into = _written(chunk.extents, state + first // block_size, last)
