@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
+from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import Overloaded, Unavailable
-from batonlm.core.request.request import Accepted, Event, Request, TextPrompt
+from batonlm.core.request.request import Accepted, Delta, Event, Request, TextPrompt
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.server import HttpServer, serve_http
+from batonlm.router.request import kept as kept_streams
 from batonlm.router.request.kept import ENTRY_BYTES
+from batonlm.router.request.pipeline import EventStream
 from tests.services.router_http.scripted import Scripted, http_app, whole_answer
 from tests.services.router_http.test_resuming import (
     BODIES,
@@ -163,12 +168,71 @@ async def test_another_body_runs(http: httpx.AsyncClient, frontend: Scripted) ->
     assert len(frontend.seen) == 2
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_what_has_a_key_can_be_read_by_its_id(
+    http: httpx.AsyncClient, frontend: Scripted, *, streams: bool
+) -> None:
+    frontend.hold = True
+    running = asyncio.create_task(send(http, "k", BODY | {"stream": streams}))
+    await frontend.started.wait()
+    reading = asyncio.create_task(get(http, frontend.seen[0].keyed_stream_id))
+    frontend.release.set()
+    begun, whole = await running, await reading
+    stream_id = begun.headers["x-request-id"]
+    assert whole == await get(http, stream_id)
+    choices, _ = gathered([data for _, data in whole])
+    if streams:
+        assert choices == gathered([data for _, data in events_of(begun.text)])[0]
+    else:
+        assert choices[0]["text"] == begun.json()["choices"][0]["text"]
+    for count in range(1, len(whole) - 1):
+        assert whole[:count] + await get(http, stream_id, whole[count - 1][0]) == whole
+    assert len(frontend.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETION, {"prompt": ["abc", "d"], "max_tokens": 9}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "ab"}]}),
+        ("/api/generate", {"prompt": "ab", "stream": False}),
+    ],
+)
+async def test_without_ids_of_events_it_is_read_from_its_beginning(
+    http: httpx.AsyncClient, frontend: Scripted, path: str, body: dict[str, Any]
+) -> None:
+    """In the form of its route."""
+    key = {"idempotency-key": "k"}
+    begun = await http.post(path, json=body, headers=key)
+    url = f"/v1/streams/{begun.headers['x-request-id']}"
+    shown = await http.get(url)
+    streamed = await http.post(path, json=body | {"stream": True}, headers=key)
+    assert shown.status_code == 200
+    # Two prompts' parts have no order among each other, and some answers say when they were made.
+    parts = [
+        sorted(re.sub(r'"created(_at)?":[^,]*', "", each.text).splitlines())
+        for each in (shown, streamed)
+    ]
+    assert parts[0] == parts[1]
+    num_run = len(frontend.seen)
+    last = f"{begun.headers['x-request-id']}.00000000.1"
+    refused = await http.get(url, headers={"last-event-id": last})
+    assert refused.status_code == 400
+    assert len(frontend.seen) == num_run == (2 if path == COMPLETION else 1)
+
+
+async def test_what_cannot_be_streamed_says_so(http: httpx.AsyncClient) -> None:
+    begun = await send(http, "k", BODY | {"prompt_logprobs": 1})
+    assert begun.status_code == 200
+    shown = await http.get(f"/v1/streams/{begun.headers['x-request-id']}")
+    assert (shown.status_code, shown.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 async def test_what_is_not_here_says_what_to_do(
     http: httpx.AsyncClient, frontend: Scripted
 ) -> None:
-    await send(http, "k")
     plain = await http.post(COMPLETION, json=BODY | {"stream": True})
-    for stream_id in ("0" * 32, plain.headers["x-request-id"], frontend.seen[0].keyed_stream_id):
+    for stream_id in ("0" * 32, plain.headers["x-request-id"]):
         missing = await http.get(f"/v1/streams/{stream_id}")
         assert missing.status_code == 404
         assert "Last-Event-ID" in missing.json()["error"]["message"]
@@ -272,6 +336,96 @@ async def test_prompts_take_room_too(http: httpx.AsyncClient, frontend: Scripted
         urls.append(f"/v1/streams/{whole[0][0].partition('.')[0]}")
         assert (await http.get(urls[-1])).status_code == 200
     assert (await http.get(urls[0])).status_code == 404
+
+
+def of_tenant(name: str, **fields: Any) -> Request:
+    request = Request(TextPrompt("abc"), max_tokens=30, resumable=True, tenant=Tenant(name))
+    return replace(request, **fields)
+
+
+async def read(opened: EventStream) -> str:
+    """The text of what is left of a stream."""
+    return "".join([event.text async for event in opened if isinstance(event, Delta)])
+
+
+async def test_who_holds_most_loses_something_first(frontend: Scripted) -> None:
+    """One tenant does not push out what others have."""
+    frontend.keep(kept_s=ALWAYS_S, most_entries=4 * len(whole_answer("abc", 0).encode()))
+    found: dict[str, list[str]] = {"small": [], "large": []}
+    for name in ("small", "large", "large", "large", "large"):
+        opened = await frontend.kept.open(of_tenant(name))
+        found[name].append(accepted_id(await anext(opened)))
+        assert await read(opened)
+        await opened.aclose()
+    here = {
+        name: [frontend.kept.find(Tenant(name), each) is not None for each in ids]
+        for name, ids in found.items()
+    }
+    assert here == {"small": [True], "large": [False, True, True, True]}
+    frontend.kept.close()
+
+
+async def test_a_stream_has_so_many_readers(frontend: Scripted) -> None:
+    frontend.keep(kept_s=ALWAYS_S, most_readers=3, most_readers_of_tenant=4)
+    frontend.hold = True
+    kept = frontend.kept
+    keyed = [of_tenant("a", keyed_stream_id=f"{each:032}") for each in range(3)]
+    opened = [await kept.open(keyed[0]) for _ in range(3)]
+    with pytest.raises(Overloaded, match="this stream"):
+        await kept.open(keyed[0])
+    opened.append(await kept.open(keyed[1]))
+    with pytest.raises(Overloaded, match="streams that are kept"):
+        await kept.open(keyed[1])
+    # Who begins a stream is no further reader, and others have bounds of their own.
+    opened.append(await kept.open(keyed[2]))
+    opened.append(await kept.open(of_tenant("b", keyed_stream_id="1" * 32)))
+    await opened.pop(0).aclose()
+    await opened.pop(0).aclose()
+    opened.append(await kept.open(keyed[0]))
+    frontend.release.set()
+    for each in opened:
+        assert await read(each) == whole_answer("abc", 0)
+        await each.aclose()
+    kept.close()
+
+
+async def test_a_slow_reader_is_not_let_down_while_there_is_room(frontend: Scripted) -> None:
+    frontend.keep(kept_s=0.01)
+    kept = frontend.kept
+    opened = await kept.open(of_tenant("a"))
+    stream_id = accepted_id(await anext(opened))
+    await asyncio.wait(frontend.tasks, timeout=120)
+    await asyncio.sleep(0.05)
+    assert await read(opened) == whole_answer("abc", 0), "long after its end"
+    await opened.aclose()
+    async with asyncio.timeout(120):
+        while kept.find(Tenant("a"), stream_id):  # noqa: ASYNC110 (a timer)
+            await asyncio.sleep(0.002)
+
+
+async def test_who_reads_what_is_not_kept_too_slowly_is_told(
+    frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_streams, "MAX_BEHIND", 5)
+    frontend.keep(kept_s=ALWAYS_S, most_entries=6)
+    slow = await frontend.kept.open(of_tenant("a"))
+    await asyncio.wait(frontend.tasks, timeout=120)
+    with pytest.raises(Overloaded, match="too slowly"):
+        await read(slow)
+    await slow.aclose()
+
+
+async def test_a_run_that_is_not_kept_waits_for_its_readers(
+    frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_streams, "MAX_BEHIND", 3)
+    frontend.keep(kept_s=ALWAYS_S, most_entries=0)
+    opened = await frontend.kept.open(of_tenant("a"))
+    done, _ = await asyncio.wait(frontend.tasks, timeout=0.2)
+    assert not done and frontend.open_streams == 1
+    assert await read(opened) == whole_answer("abc", 0)
+    await opened.aclose()
+    assert frontend.open_streams == 0
 
 
 @pytest.mark.parametrize("kept_s", [0.0, 0.01])

@@ -4,16 +4,18 @@ A request whose events have ids, or that has an idempotency key, runs in a task 
 client reads what is kept of its events. So another call of the same tenant that names the stream
 reads it, too, from its beginning. A run that nobody reads ends after a while.
 
-What does not fit into the bounds is not kept. Nothing depends on it: such a request can be run
-again with the same seed, here or at another router (`core.request.resumption`).
+What does not fit into the bounds is not kept, and the tenant that holds most is the first to lose
+something. Nothing depends on it: such a request can be run again with the same seed, here or at
+another router (`core.request.resumption`). A run whose events are not kept waits for its readers,
+as one without ids of events waits for its client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,6 +41,15 @@ MAX_ENTRIES = 1 << 18
 ENTRY_BYTES = 256
 """So many bytes of a prompt count as one of these."""
 
+MAX_READERS = 16
+"""Calls that read one stream."""
+
+MAX_READERS_OF_TENANT = 256
+"""Calls that read one tenant's kept streams."""
+
+MAX_BEHIND = 1024
+"""Entries that a reader of a run whose events are not kept may have before it."""
+
 
 class KeyReused(InvalidArgument):
     """An idempotency key was sent with another request than before."""
@@ -46,6 +57,13 @@ class KeyReused(InvalidArgument):
 
 class StillRunning(Unavailable):
     """The request with this idempotency key runs, and its beginning is not kept any more."""
+
+
+def _entries(event: Event) -> int:
+    """Returns how much an event counts."""
+    if not isinstance(event, Delta):
+        return 0
+    return len(event.token_ids) + sum(1 + len(each.top) for each in event.logprobs)
 
 
 def not_kept(field: str) -> NotFound:
@@ -73,6 +91,8 @@ class KeptStream:
         """All so far; None: they were too many to keep."""
         self.num_entries = 0
         self.readers: set[StreamReader] = set()
+        self.read_on = asyncio.Event()
+        """Set when a reader has read, or left."""
         self.stream: EventStream | None = None
         """The run's own, once it has workers."""
         self.opened = asyncio.Event()
@@ -81,11 +101,23 @@ class KeptStream:
         self.over = False
         self.task: asyncio.Task[None]
         self.timer: asyncio.TimerHandle | None = None
-        """Ends a run without readers, or forgets one that is over."""
+        """Ends a run without readers, or forgets one that is over and has none."""
 
     def is_of(self, request: Request) -> bool:
         """Whether a request would run the same."""
         return _as_run(self.request) == _as_run(request)
+
+    def drop_events(self) -> None:
+        """From now on each reader has what it has not read yet. One that has too much of it ends,
+        because that would not be counted."""
+        events, self.events, self.num_entries = self.events, None, 0
+        for reader in self.readers if events is not None else ():
+            reader.take_rest(events or ())
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether a reader has so much before it that the run should wait."""
+        return any(reader.num_behind > MAX_BEHIND for reader in self.readers)
 
     def end(self, failure: BaseException | None) -> None:
         self.failure, self.over = failure, True
@@ -113,8 +145,13 @@ class StreamReader:
     def __init__(self, kept: KeptStream, leave: Callable[[StreamReader], Awaitable[None]]) -> None:
         """leave: called when it is closed."""
         self.kept = kept
-        self.pending: deque[Event] = deque(kept.events or ())
+        self.num_behind = 0
+        """Entries of what it has before it and the kept stream does not have."""
         self.news = asyncio.Event()
+        self._num_read = 0
+        self._rest: deque[Event] = deque()
+        """What it has before it, once that is not kept."""
+        self._failure: BatonError | None = None
         self._leave = leave
         self._closed = False
         kept.readers.add(self)
@@ -123,17 +160,51 @@ class StreamReader:
         return self
 
     async def __anext__(self) -> Event:
-        while not self.pending:
+        while (event := self._next()) is None:
             if self._closed:
                 raise StopAsyncIteration
-            if self.kept.over:
+            failure = self._failure or self.kept.failure
+            if self.kept.over or failure is not None:
                 self._closed = True
-                if self.kept.failure is not None:
-                    raise self.kept.failure
-                raise StopAsyncIteration
+                raise failure or StopAsyncIteration
             self.news.clear()
             await self.news.wait()
-        return self.pending.popleft()
+        return event
+
+    def _next(self) -> Event | None:
+        if self._closed:
+            return None
+        if self.kept.events is None:
+            if not self._rest:
+                return None
+            event = self._rest.popleft()
+            self.num_behind -= _entries(event)
+            self.kept.read_on.set()
+            return event
+        if self._num_read == len(self.kept.events):
+            return None
+        self._num_read += 1
+        return self.kept.events[self._num_read - 1]
+
+    def take_rest(self, events: Sequence[Event]) -> None:
+        """The events are not kept any more."""
+        rest = events[self._num_read :]
+        self.num_behind = sum(map(_entries, rest))
+        if self.num_behind <= MAX_BEHIND:
+            self._rest.extend(rest)
+            return
+        self.num_behind = 0
+        self._failure = Overloaded(
+            "This stream is read too slowly to be kept. Send its request again, with the id of the "
+            "last event where events have ids."
+        )
+        self.news.set()
+
+    def add(self, event: Event) -> None:
+        """An event that is not kept."""
+        if self._failure is None:
+            self._rest.append(event)
+            self.num_behind += _entries(event)
 
     @property
     def tried_tokens(self) -> int:
@@ -154,10 +225,11 @@ class StreamReader:
 
     async def aclose(self) -> None:
         self._closed = True
-        self.pending.clear()
+        self._rest.clear()
         self.news.set()
         if self in self.kept.readers:
             self.kept.readers.discard(self)
+            self.kept.read_on.set()
             await self._leave(self)
 
 
@@ -173,6 +245,8 @@ class KeptStreams:
         kept_s: float = KEPT_S,
         most_of_tenant: int = MAX_OF_TENANT,
         most_entries: int = MAX_ENTRIES,
+        most_readers: int = MAX_READERS,
+        most_readers_of_tenant: int = MAX_READERS_OF_TENANT,
     ) -> None:
         """start: `Pipeline.open`. background: runs a task that the pipeline's end cancels. left:
         the failure of a run that this ends. most_of_tenant: 0: nothing is kept."""
@@ -182,9 +256,15 @@ class KeptStreams:
         self._left = left
         self._most_of_tenant = most_of_tenant
         self._most_entries = most_entries
-        self._num_entries = 0
+        self._most_readers = most_readers
+        self._most_readers_of_tenant = most_readers_of_tenant
+        self._num_entries: Counter[str] = Counter()
+        """By tenant."""
         self._draining = False
         self._running: set[KeptStream] = set()
+        self._holding: dict[KeptStream, None] = {}
+        """Those whose events are kept, oldest first. One that failed is among them while it has
+        readers, but not in `_of`."""
         self._of: dict[str, dict[str, KeptStream]] = {}
         """By tenant and stream, oldest first."""
 
@@ -204,6 +284,7 @@ class KeptStreams:
         kept = self._of.get(name, {}).get(stream_id)
         if kept is not None:
             if kept.is_of(request) and kept.events is not None:
+                self._check_readers(kept)
                 return await self._read(kept)
             if not request.keyed_stream_id:
                 return await self._start(request, holding)
@@ -221,10 +302,11 @@ class KeptStreams:
         kept = KeptStream(request, view)
         if stream_id:
             self._of.setdefault(name, {})[stream_id] = kept
-        self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)
+        self._holding[kept] = None
         kept.task = self._background(self._run(kept, holding))
         self._running.add(kept)
         kept.task.add_done_callback(lambda _: self._running.discard(kept))
+        self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)
         return await self._read(kept)
 
     def drain(self) -> None:
@@ -240,9 +322,17 @@ class KeptStreams:
         for kept in [kept for streams in self._of.values() for kept in streams.values()]:
             self._forget(kept)
 
+    def _check_readers(self, kept: KeptStream) -> None:
+        """Raises Overloaded where no more calls may read a stream."""
+        if len(kept.readers) >= self._most_readers:
+            raise Overloaded("Too many calls read this stream.")
+        streams = self._of[kept.request.tenant.name].values()
+        if sum(len(each.readers) for each in streams) >= self._most_readers_of_tenant:
+            raise Overloaded("Too many calls read streams that are kept.")
+
     async def _read(self, kept: KeptStream) -> EventStream:
         """Returns a reader when the run has workers. Raises BatonError when it fails earlier."""
-        if not kept.over and kept.timer is not None:
+        if kept.timer is not None:
             kept.timer.cancel()
         reader = StreamReader(kept, self._left_by)
         try:
@@ -262,6 +352,9 @@ class KeptStreams:
                 kept.opened.set()
                 async for event in stream:
                     self._add(kept, event)
+                    while kept.events is None and kept.holds_up:
+                        kept.read_on.clear()
+                        await kept.read_on.wait()
             finally:
                 await stream.aclose()
         except asyncio.CancelledError:
@@ -271,52 +364,61 @@ class KeptStreams:
             # Its readers raise it.
             failure = error
         finally:
-            if failure is None:
-                self._later(kept, lambda: self._forget(kept))
-            else:
-                self._forget(kept)
             kept.end(failure)
+            if failure is not None:
+                self._take_out(kept)
+            if not kept.readers:
+                self._read_by_nobody(kept)
 
     def _add(self, kept: KeptStream, event: Event) -> None:
         if isinstance(event, Accepted) and not kept.stream_id:
             name = kept.request.tenant.name
             kept.stream_id = kept.request.stream_id(event.request_id)
             if self._has_room(name):
-                self._of.setdefault(name, {}).setdefault(kept.stream_id, kept)
+                self._of.setdefault(name, {})[kept.stream_id] = kept
             else:
                 # As many others have begun while this one waited for workers.
                 self._drop_events(kept)
         if kept.events is not None:
             kept.events.append(event)
-            if isinstance(event, Delta):
-                logprobs = sum(1 + len(each.top) for each in event.logprobs)
-                self._count(kept, len(event.token_ids) + logprobs)
+            self._count(kept, _entries(event))
+        else:
+            for reader in kept.readers:
+                reader.add(event)
         for reader in kept.readers:
-            reader.pending.append(event)
             reader.news.set()
 
     def _count(self, kept: KeptStream, entries: int) -> None:
         """A running stream takes so many entries more."""
         kept.num_entries += entries
-        self._num_entries += entries
-        if self._num_entries > self._most_entries:
-            self._make_room(kept)
+        held = self._num_entries
+        held[kept.request.tenant.name] += entries
+        while held.total() > self._most_entries:
+            self._take_from(max(held, key=held.__getitem__))
 
-    def _make_room(self, growing: KeptStream) -> None:
-        """Forgets ended streams, the oldest of each tenant first, and if that does not help, the
-        events of the one that grows."""
-        for kept in [kept for name in self._of for kept in self._ended(name)]:
-            self._forget(kept)
-            if self._num_entries <= self._most_entries:
-                return
-        self._drop_events(growing)
+    def _take_from(self, tenant: str) -> None:
+        """Forgets the tenant's oldest ended stream, at first one that nobody reads; where none has
+        ended, the events of its largest one."""
+
+        def order(kept: KeptStream) -> tuple[bool, bool, int]:
+            if kept.over:
+                return False, bool(kept.readers), 0
+            return True, False, -kept.num_entries
+
+        own = [kept for kept in self._holding if kept.request.tenant.name == tenant]
+        first = min(own, key=order)
+        if first.over:
+            self._forget(first)
+        else:
+            self._drop_events(first)
 
     def _has_room(self, tenant: str) -> bool:
         """Whether one more stream of a tenant may be kept. Forgets an ended one for it."""
         if len(self._of.get(tenant, ())) >= self._most_of_tenant:
             for kept in self._ended(tenant):
-                self._forget(kept)
-                break
+                if not kept.readers:
+                    self._forget(kept)
+                    break
         return len(self._of.get(tenant, ())) < self._most_of_tenant
 
     def _ended(self, tenant: str) -> Iterator[KeptStream]:
@@ -325,13 +427,23 @@ class KeptStreams:
     async def _left_by(self, reader: StreamReader) -> None:
         """A reader has left."""
         kept = reader.kept
-        if kept.readers or kept.over:
+        if kept.readers:
+            return
+        if kept.over:
+            self._read_by_nobody(kept)
             return
         if kept.events is not None and self.kept_s and not self._draining:
             self._later(kept, lambda: kept.task.cancel())
             return
         kept.task.cancel()
         await asyncio.wait([kept.task])
+
+    def _read_by_nobody(self, kept: KeptStream) -> None:
+        """A stream that is over has no readers."""
+        if kept.failure is not None:
+            self._forget(kept)
+        elif kept.events is not None:
+            self._later(kept, lambda: self._forget(kept))
 
     def _later(self, kept: KeptStream, what: Callable[[], object]) -> None:
         if kept.timer is not None:
@@ -342,6 +454,10 @@ class KeptStreams:
         if kept.timer is not None:
             kept.timer.cancel()
         self._drop_events(kept)
+        self._take_out(kept)
+
+    def _take_out(self, kept: KeptStream) -> None:
+        """Nobody finds the stream any more."""
         streams = self._of.get(kept.request.tenant.name, {})
         if streams.get(kept.stream_id) is kept:
             del streams[kept.stream_id]
@@ -349,5 +465,9 @@ class KeptStreams:
                 del self._of[kept.request.tenant.name]
 
     def _drop_events(self, kept: KeptStream) -> None:
-        self._num_entries -= kept.num_entries
-        kept.num_entries, kept.events = 0, None
+        held, tenant = self._num_entries, kept.request.tenant.name
+        held[tenant] -= kept.num_entries
+        if not held[tenant]:
+            del held[tenant]
+        self._holding.pop(kept, None)
+        kept.drop_events()

@@ -238,7 +238,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class KeptStreamRoute:
-    """An ASGI app: GET of a stream that this router runs, or has run a moment ago. Raises
+    """An ASGI app: GET of a stream that this router runs, or has run a moment ago, in the form of
+    the call that began it. Its events have ids where those of that call could have. Raises
     BatonError or HttpError only before anything is sent."""
 
     pipeline: Pipeline
@@ -252,14 +253,22 @@ class KeptStreamRoute:
         with self.pipeline.receive(tenant, 0) as holding:
             with self.pipeline.reading(tenant):
                 kept = self.pipeline.kept.find(tenant, stream_id)
-                if kept is None or not isinstance(kept.view, View) or not kept.view.call.resumable:
+                if kept is None or not isinstance(kept.view, View):
                     raise not_kept(LAST_EVENT_ID_HEADER)
-                call = kept.view.call.resuming(StreamPosition(stream_id, kept.created))
-                if last is not None:
-                    call = call.with_event_ids(last.decode("latin-1").strip())
-                if call.resumes is None or call.resumes.stream_id != stream_id:
-                    text = f"{LAST_EVENT_ID_HEADER} is of another stream"
+                call = kept.view.call.streamed()
+                if kept.view.generation.wire.resumable and len(call.requests) == 1:
+                    call = call.resuming(StreamPosition(stream_id, kept.created))
+                    if last is not None:
+                        call = call.with_event_ids(last.decode("latin-1").strip())
+                    if call.resumes is None or call.resumes.stream_id != stream_id:
+                        text = f"{LAST_EVENT_ID_HEADER} is of another stream"
+                        raise InvalidArgument(text, field=LAST_EVENT_ID_HEADER)
+                elif last is not None:
+                    text = f"{LAST_EVENT_ID_HEADER} is not supported on this stream"
                     raise InvalidArgument(text, field=LAST_EVENT_ID_HEADER)
+                ids = [each.stream_id(stream_id) for each in call.requests]
+                if any(self.pipeline.kept.find(tenant, each) is None for each in ids):
+                    raise not_kept(LAST_EVENT_ID_HEADER)
             await kept.view.generation.respond(call, holding, given, receive, send)
 
 

@@ -160,10 +160,18 @@ class GenerationCall:
         request = replace(request, resumable=True, resumes=position)
         return replace(self, requests=(request,), names=names)
 
+    def streamed(self) -> GenerationCall:
+        """Returns the call as one whose answer is a stream. Raises InvalidArgument."""
+        if self.prompt_logprobs is not None:
+            raise InvalidArgument(
+                "prompt_logprobs cannot be streamed; echo and logprobs can", field="prompt_logprobs"
+            )
+        return replace(self, stream=True)
+
     def resuming(self, position: StreamPosition) -> GenerationCall:
-        """Returns the call, whose stream has ids of events, as one that goes on with it."""
+        """Returns the call of a single prompt as one that goes on with a stream of it."""
         (request,) = self.requests
-        return replace(self, requests=(replace(request, resumes=position),))
+        return replace(self, requests=(replace(request, resumable=True, resumes=position),))
 
 
 def most_urgent(raw: bytes, tenant: Tenant) -> int:
@@ -282,10 +290,6 @@ def _call(
     options = body.stream_options
     if options is not None and not body.stream:
         raise InvalidArgument("stream_options needs stream = true", field="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise InvalidArgument(
-            "prompt_logprobs cannot be streamed; echo and logprobs can", field="prompt_logprobs"
-        )
     if body.request_id and not PLAIN.fullmatch(body.request_id):
         raise InvalidArgument(
             "request_id must be up to 64 letters, digits, dots, dashes or underscores",
@@ -320,9 +324,9 @@ def _call(
                 validate(request)
         except BatonError as error:
             raise in_client_words(error, names) from None
-    return GenerationCall(
+    call = GenerationCall(
         requests=requests,
-        stream=bool(body.stream),
+        stream=False,
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         ignored=ignored,
@@ -332,6 +336,7 @@ def _call(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         include_reasoning=True,
     )
+    return call.streamed() if body.stream else call
 
 
 def _given(body: msgspec.Struct, names: set[str]) -> dict[str, Any]:
