@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
@@ -27,6 +28,13 @@ from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_
 from tests.services.router_http.test_timings import TIMES
 
 ANSWER = whole_answer("<user>hello", 0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def test_events_are_typed_and_in_order(address: str, frontend: Scripted) -> None:
@@ -135,7 +143,7 @@ async def test_it_tries_again_while_nothing_came(address: str, frontend: Scripte
         assert len(frontend.seen) == 5, "it would not end in time"
         frontend.refusal, frontend.failure = None, Unavailable("lost", retry_after_s=0.01)
         with pytest.raises(Unavailable):
-            await client.chat("hello").read()
+            await client.chat("hello", event_ids=False).read()
         assert len(frontend.seen) == 6, "something of it came"
 
     def ask() -> None:
@@ -175,6 +183,114 @@ async def test_a_stream_with_ids_goes_on_where_it_was(
 
     frontend.failure, frontend.together = Unavailable("lost", retry_after_s=0.01), 1
     assert await asyncio.to_thread(ask) == ANSWER
+
+
+async def test_it_is_asked_for_ids_unless_the_caller_says_otherwise(
+    address: str, frontend: Scripted
+) -> None:
+    async with AsyncClient(address) as client, AsyncClient(address, resume=False) as other:
+        for asking in (client, other):
+            await asking.chat("hello").read()
+            await asking.chat("hello", event_ids=True).read()
+            await asking.chat("hello", event_ids=False).read()
+    told = [request.resumable for request in frontend.seen]
+    assert told == [True, True, False, False, True, False]
+
+
+async def test_a_name_for_two_models_is_asked_without_ids(
+    address: str, frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = frontend.open
+
+    async def open_without(request: Request, holding: Any = None) -> Any:
+        if request.resumable:
+            raise InvalidArgument("either of two may have answered", field="resumable")
+        return await begin(request, holding)
+
+    monkeypatch.setattr(frontend, "open", open_without)
+    async with AsyncClient(address) as client:
+        assert await client.chat("hello").text() == ANSWER
+        with pytest.raises(InvalidArgument):
+            await client.chat("hello", event_ids=True).read()
+
+    def ask() -> str:
+        with Client(address) as client:
+            return client.chat("hello").text
+
+    assert await asyncio.to_thread(ask) == ANSWER
+
+
+async def test_the_next_router_is_asked_when_one_is_away(address: str, frontend: Scripted) -> None:
+    """Though `most` is 0: that counts rounds over all of them."""
+    nobody = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    none = Retries(most=0)
+    async with AsyncClient([*nobody, address], retries=none) as client:
+        assert await client.chat("hello").text() == ANSWER
+        assert [model.name for model in await client.models()] == [MODEL.name, ADAPTER.name]
+    with pytest.raises(Unavailable):
+        async with AsyncClient(nobody, retries=none) as client:
+            await client.chat("hello").text()
+
+    def ask() -> str:
+        with Client([*nobody, address], retries=none) as client:
+            return client.chat("hello").text
+
+    assert await asyncio.to_thread(ask) == ANSWER
+    with pytest.raises(InvalidArgument) as caught:
+        Client([])
+    assert caught.value.field == "address"
+
+
+async def test_going_on_is_bounded(address: str, frontend: Scripted) -> None:
+    """In rounds without anything new, and in time."""
+    frontend.failure = Unavailable("lost", retry_after_s=0.01)
+    few = Retries(most=0, most_resumes=3)
+    async with AsyncClient(address, retries=few) as client:
+        with pytest.raises(Unavailable):
+            await client.chat("hello").read()
+        assert len(frontend.seen) == 4, "three more that brought nothing"
+    async with AsyncClient(address, retries=Retries(resume_s=0.0)) as client:
+        with pytest.raises(Unavailable):
+            await client.chat("hello").read()
+        assert len(frontend.seen) == 5
+    frontend.failure = Unavailable("lost", retry_after_s=60.0)
+    async with AsyncClient(address) as client:
+        with pytest.raises(Unavailable):
+            await client.chat("hello", timeout_s=30.0).read()
+    assert len(frontend.seen) == 6
+
+
+async def test_a_key_is_sent_along(address: str, frontend: Scripted) -> None:
+    async with AsyncClient(address) as client:
+        await client.chat("hello", idempotency_key="k").read()
+        await client.generate("hello", idempotency_key="k").read()
+        await client.generate("hello").read()
+    keys = [request.keyed_stream_id for request in frontend.seen]
+    assert keys[0] and keys[0] == keys[1] and not keys[2]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_closing_ends_a_stream_that_could_go_on(
+    address: str, frontend: Scripted, *, blocking: bool
+) -> None:
+    """At once, though the router would have kept it."""
+    frontend.keep(kept_s=3600.0)
+    frontend.hold = True
+
+    def leave() -> None:
+        with Client(address) as client, client.chat("hello") as stream:
+            assert any(isinstance(event, Delta) for event in stream)
+
+    async def leave_too() -> None:
+        async with AsyncClient(address) as client, client.chat("hello") as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    break
+
+    await (asyncio.to_thread(leave) if blocking else leave_too())
+    async with asyncio.timeout(120):
+        await frontend.closed.wait()
+    assert not frontend.tasks
 
 
 async def test_closing_a_stream_ends_its_request(address: str, frontend: Scripted) -> None:

@@ -222,10 +222,10 @@ def test_batons_own_client_goes_on_by_itself(pair: Relay) -> None:
 
     def broke_off() -> bool:
         victim, _ = both(pair)
-        retries = Retries(most=60, longest_s=2.0)
+        retries = Retries(most_resumes=60, longest_s=2.0, resume_s=PATIENCE_S)
         with Client(victim["grpc"], retries=retries, timeout_s=PATIENCE_S) as client:
             told: Any = {"max_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True}
-            with client.generate("Once upon a time", event_ids=True, **told) as stream:
+            with client.generate("Once upon a time", **told) as stream:
                 for _ in range(BROKEN_AFTER):
                     next(stream)
                 pair.kill(victim)

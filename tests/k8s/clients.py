@@ -33,7 +33,9 @@ class Clients:
 
     async def __aenter__(self) -> Clients:
         made = [
-            await self._stack.enter_async_context(AsyncClient(self._grpc, retries=self._retries))
+            await self._stack.enter_async_context(
+                AsyncClient(self._grpc, retries=self._retries, resume=False)
+            )
             for _ in range(self._count)
         ]
         self._of_grpc = itertools.cycle(made)

@@ -65,6 +65,9 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "")
         yield pb.ResumeResponse()
 
+    async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
+        return pb.LeaveResponse()
+
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:

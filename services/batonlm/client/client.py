@@ -1,6 +1,9 @@
-"""The blocking and the asyncio client: a channel to one router, and streams of events.
+"""The blocking and the asyncio client: channels to routers, and streams of events.
 
-`_Requests` and `_Received` hold what both clients share.
+`_Requests` and `_Received` hold what both clients share. One router is asked until it fails, and
+then the next one. Where the events of a stream have ids, its request is sent again with the last
+one, so that the next router goes on after that event; it reads what still runs, or runs the request
+again (`core.request.resumption`).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
 
@@ -29,7 +33,13 @@ from batonlm.client.messages import (
     scores_from_proto,
     vectors_from_proto,
 )
-from batonlm.core.errors import BatonError, Cancelled, Unavailable, Unimplemented
+from batonlm.core.errors import (
+    BatonError,
+    Cancelled,
+    InvalidArgument,
+    Unavailable,
+    Unimplemented,
+)
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.request.request import (
     Accepted,
@@ -45,7 +55,7 @@ from batonlm.rpc.channels import open_blocking_channel, open_client_channel
 from batonlm.rpc.convert import model_from_proto
 from batonlm.rpc.errors import from_rpc_error
 from batonlm.rpc.inference import event_from_proto
-from batonlm.rpc.peers import api_key_metadata, check_api_key
+from batonlm.rpc.peers import Metadata, api_key_metadata, check_api_key
 from batonlm.v1 import inference_pb2 as pb
 from batonlm.v1 import inference_pb2_grpc
 
@@ -56,13 +66,20 @@ class Retries:
     is random, so that clients do not retry all at once."""
 
     most: int = 2
-    """The number of calls after the first one."""
+    """The number of rounds over all addresses after the first one, while nothing was received."""
     first_s: float = 0.5
-    """The first pause. Each later pause is twice as long as the one before."""
+    """The first pause, after a round. Each later pause is twice as long as the one before."""
     longest_s: float = 8.0
+    most_resumes: int = 30
+    """The same number after a stream has broken off, until something new is received."""
+    resume_s: float = 60.0
+    """The longest time for those rounds."""
 
 
 DEFAULT = Retries()
+
+LEAVE_S = 1.0
+"""The longest that closing a stream takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +97,61 @@ class Answer:
         return self.choices[0].text
 
 
+class _Routers:
+    """The routers at a client's addresses. The current one is asked until it fails."""
+
+    def __init__(self, channels: Sequence[Any]) -> None:
+        self.channels = channels
+        self.closed = False
+        self._stubs: list[Any] = [inference_pb2_grpc.InferenceStub(each) for each in channels]
+        self._current = 0
+
+    def __len__(self) -> int:
+        return len(self._stubs)
+
+    @property
+    def current(self) -> Any:
+        """The stub of the service."""
+        return self._stubs[self._current]
+
+    def failed(self, stub: Any) -> None:
+        """From now on another one is asked, unless that is so already."""
+        if self.current is stub:
+            self._current = (self._current + 1) % len(self._stubs)
+
+
 class _Call:
     """One request, which may take several calls until a part of its answer was received, and where
     its events have ids, until all of it was."""
 
     def __init__(
         self,
-        begin: Callable[..., Any],
+        routers: _Routers,
+        method: str,
         request: Any,
         retries: Retries,
         timeout_s: float | None,
-        closed: Callable[[], bool],
+        metadata: Metadata,
+        *,
+        may_go_without_ids: bool = False,
     ) -> None:
-        """closed: whether the client was. A call that continues a stream changes the request."""
-        self._begin = begin
-        self._closed = closed
+        """method: its name. timeout_s: for all calls together. may_go_without_ids: the caller did
+        not ask for ids of events. A call that continues a stream changes the request."""
+        self._routers = routers
+        self._method = method
         self._request = request
         self._retries = retries
         self._timeout_s = timeout_s
-        """For all calls together."""
+        self._metadata = metadata
+        self._may_go_without_ids = may_go_without_ids
+        self._stub = routers.current
+        """Of the latest call."""
         self._deadline: float | None = None
-        self._calls = 0
+        self._begun = False
+        self._failures = 0
+        """Calls that failed since something new was received."""
+        self._broke_off: float | None = None
+        """When the first of these failed, once a part of the answer was received."""
         self._has_part = False
         """Whether a part of the answer was received."""
         self._last_event_id = ""
@@ -108,14 +159,18 @@ class _Call:
 
     def begin(self) -> Any:
         """Makes the next call with the remaining time. The first call starts the clock."""
+        if self._routers.closed:
+            raise Cancelled("The client was closed.")
         if self._last_event_id:
             self._request.options.last_event_id = self._last_event_id
         now = time.monotonic()
-        if not self._calls and self._timeout_s is not None:
+        if not self._begun and self._timeout_s is not None:
             self._deadline = now + self._timeout_s
-        self._calls += 1
+        self._begun = True
         left_s = None if self._deadline is None else max(0.0, self._deadline - now)
-        return self._begin(self._request, timeout=left_s)
+        self._stub = self._routers.current
+        method = getattr(self._stub, self._method)
+        return method(self._request, timeout=left_s, metadata=self._metadata)
 
     def received(self, message: pb.GenerationEvent) -> Event | None:
         """Returns the event; None for one that a former call has brought, and for a kind that this
@@ -125,24 +180,53 @@ class _Call:
         if again and not message.id:
             raise Unimplemented("The server is too old to go on with a stream.")
         self._has_part = True
-        return None if again and message.HasField("accepted") else event_from_proto(message)
+        if again and message.HasField("accepted"):
+            return None
+        self._failures, self._broke_off = 0, None
+        return event_from_proto(message)
 
     def pause_s(self, failure: Any) -> float:
         """Returns the seconds to wait before the next call. Raises the failure as a BatonError if
         a retry cannot help, or if a part of the answer was received and nothing can go on."""
-        if self._closed():
+        if self._routers.closed:
             raise Cancelled("The client was closed.") from None
         error: BatonError = from_rpc_error(failure)
-        broken = self._has_part and not self._last_event_id
-        if broken or not error.retryable or self._calls > self._retries.most:
+        if self._may_go_without_ids and error.field == "options.event_ids":
+            # Either of two models answers under this name.
+            self._may_go_without_ids = self._request.options.event_ids = False
+            return 0.0
+        if not error.retryable or (self._has_part and not self._last_event_id):
             raise error from None
-        pause_s = error.retry_after_s
-        if pause_s is None:
-            most_s = min(self._retries.longest_s, self._retries.first_s * 2 ** (self._calls - 1))
-            pause_s = most_s * random.uniform(0.5, 1.0)
-        if self._deadline is not None and time.monotonic() + pause_s >= self._deadline:
+        now = time.monotonic()
+        ends = [] if self._deadline is None else [self._deadline]
+        most = self._retries.most
+        if self._has_part:
+            self._broke_off = now if self._broke_off is None else self._broke_off
+            ends.append(self._broke_off + self._retries.resume_s)
+            most = self._retries.most_resumes
+        self._failures += 1
+        rounds, rest = divmod(self._failures, len(self._routers))
+        if rounds > most:
+            raise error from None
+        self._routers.failed(self._stub)
+        pause_s = 0.0 if rest else self._after_round_s(rounds, error)
+        if any(now + pause_s >= end for end in ends):
             raise error from None
         return pause_s
+
+    def _after_round_s(self, rounds: int, error: BatonError) -> float:
+        if error.retry_after_s is not None:
+            return error.retry_after_s
+        most_s = min(self._retries.longest_s, self._retries.first_s * 2.0 ** (rounds - 1))
+        return most_s * random.uniform(0.5, 1.0)
+
+    def leave(self) -> Any:
+        """Makes the call that says that the client does not come back to its stream; None where the
+        router takes that from the end of the connection."""
+        if self._routers.closed or not self._last_event_id:
+            return None
+        message = pb.LeaveRequest(last_event_id=self._last_event_id)
+        return self._stub.Leave(message, timeout=LEAVE_S, metadata=self._metadata)
 
 
 class _Received:
@@ -178,31 +262,37 @@ S = TypeVar("S", bound=_Received)
 
 
 class _Requests(Generic[S]):
-    """Makes a client's requests to the router at "host:port". A context manager."""
+    """Makes a client's requests to the routers at its addresses. A context manager."""
 
     _open_channel: ClassVar[Callable[[str, bytes | None], Any]]
     _stream: type[S]
 
     def __init__(
         self,
-        address: str,
+        address: str | Sequence[str],
         *,
         api_key: str = "",
         tls: bool | bytes = False,
         timeout_s: float | None = None,
         retries: Retries = DEFAULT,
+        resume: bool = True,
     ) -> None:
-        """tls: True trusts the system's CAs; bytes are the PEM of the CA to trust. timeout_s: the
-        default for calls without one. Raises InvalidArgument with the argument's name."""
-        host, _ = split(address, "address")
-        check_api_key(api_key, host, tls=bool(tls))
+        """address: "host:port" of a router, or several; the next one is asked when one fails. tls:
+        True trusts the system's CAs; bytes are the PEM of the CA to trust. timeout_s: the default
+        for calls without one. resume: whether streams that break off go on, where the option
+        event_ids does not say. Raises InvalidArgument with the argument's name."""
+        addresses = [address] if isinstance(address, str) else list(address)
+        if not addresses:
+            raise InvalidArgument("address must name a router", field="address")
+        for each in addresses:
+            host, _ = split(each, "address")
+            check_api_key(api_key, host, tls=bool(tls))
         self._metadata = api_key_metadata(api_key)
         ca = tls if isinstance(tls, bytes) else b"" if tls else None
-        self._channel = type(self)._open_channel(address, ca)
-        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._routers = _Routers([type(self)._open_channel(each, ca) for each in addresses])
         self._timeout_s = timeout_s
         self._retries = retries
-        self._closed = False
+        self._resume = resume
 
     def generate(
         self,
@@ -210,11 +300,13 @@ class _Requests(Generic[S]):
         *,
         model: str = "",
         timeout_s: float | None = None,
+        idempotency_key: str = "",
         **options: Unpack[Options],
     ) -> S:
-        """Continues a text or token ids. The request is sent when the stream is first read."""
+        """Continues a text or token ids. The request is sent when the stream is first read.
+        idempotency_key: while a request with it runs, the same one is answered by its run."""
         request = generate_request(prompt, model, options)
-        return self._stream(self._call(self._stub.Generate, request, timeout_s))
+        return self._begin("Generate", request, timeout_s, idempotency_key, options)
 
     def chat(
         self,
@@ -224,24 +316,55 @@ class _Requests(Generic[S]):
         tools: Sequence[Tool] = (),
         tool_choice: ToolChoice | None = None,
         timeout_s: float | None = None,
+        idempotency_key: str = "",
         **options: Unpack[Options],
     ) -> S:
-        """Answers a conversation. The request is sent when the stream is first read."""
+        """Answers a conversation. The request is sent when the stream is first read.
+        idempotency_key: see `generate`."""
         request = chat_request(messages, model, tools, tool_choice, options)
-        return self._stream(self._call(self._stub.Chat, request, timeout_s))
+        return self._begin("Chat", request, timeout_s, idempotency_key, options)
 
-    def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> _Call:
-        def begin(request: object, timeout: float | None) -> Any:
-            return method(request, timeout=timeout, metadata=self._metadata)
+    def _begin(
+        self,
+        method: str,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        timeout_s: float | None,
+        idempotency_key: str,
+        options: Options,
+    ) -> S:
+        by_default = self._resume and "event_ids" not in options
+        if by_default:
+            request.options.event_ids = True
+        key = (("idempotency-key", idempotency_key),) if idempotency_key else ()
+        call = self._call(method, request, timeout_s, key, may_go_without_ids=by_default)
+        return self._stream(call)
 
+    def _call(
+        self,
+        method: str,
+        request: object,
+        timeout_s: float | None,
+        metadata: Metadata = (),
+        *,
+        may_go_without_ids: bool = False,
+    ) -> _Call:
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
-        return _Call(begin, request, self._retries, allowed_s, lambda: self._closed)
+        return _Call(
+            self._routers,
+            method,
+            request,
+            self._retries,
+            allowed_s,
+            (*self._metadata, *metadata),
+            may_go_without_ids=may_go_without_ids,
+        )
 
 
 class Stream(_Received, Iterator[Event]):
     """Iterates over the events of one answer as they arrive. Failures are raised as BatonErrors.
 
-    Close it, or leave its `with`, to cancel the request.
+    Close it, or leave its `with`, to cancel the request. One that is only dropped may run on for
+    some seconds, as if it had broken off.
     """
 
     def __init__(self, call: _Call) -> None:
@@ -262,6 +385,10 @@ class Stream(_Received, Iterator[Event]):
 
     def close(self) -> None:
         self._events.close()
+        if self.finished is None:
+            # It ends soon in any case.
+            with suppress(grpc.RpcError):
+                self._call.leave()
 
     @property
     def text(self) -> str:
@@ -304,12 +431,13 @@ class Client(_Requests[Stream]):
 
     def close(self) -> None:
         """Cancels the open streams."""
-        self._closed = True
-        self._channel.close()
+        self._routers.closed = True
+        for channel in self._routers.channels:
+            channel.close()
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
         """Returns the served models. Raises BatonError."""
-        answer = self._answer(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        answer = self._answer("ListModels", pb.ListModelsRequest(), timeout_s)
         return [model_from_proto(model) for model in answer.models]
 
     def embed(
@@ -330,7 +458,7 @@ class Client(_Requests[Stream]):
         one. Raises BatonError.
         """
         request = embed_request(inputs, model, dimensions, truncate_tokens, prompt_name)
-        return vectors_from_proto(self._answer(self._stub.Embed, request, timeout_s))
+        return vectors_from_proto(self._answer("Embed", request, timeout_s))
 
     def score(
         self,
@@ -344,7 +472,7 @@ class Client(_Requests[Stream]):
         """Returns how well each document answers the query. truncate_tokens: see `embed`. Raises
         BatonError."""
         request = score_request(query, documents, model, truncate_tokens)
-        return scores_from_proto(self._answer(self._stub.Score, request, timeout_s))
+        return scores_from_proto(self._answer("Score", request, timeout_s))
 
     def rerank(
         self,
@@ -367,7 +495,7 @@ class Client(_Requests[Stream]):
         )
         return ranked(scores, documents, top_n)
 
-    def _answer(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:
+    def _answer(self, method: str, request: object, timeout_s: float | None) -> Any:
         """Of a call with one answer. Raises BatonError."""
         call = self._call(method, request, timeout_s)
         while True:
@@ -398,6 +526,10 @@ class AsyncStream(_Received, AsyncIterator[Event]):
 
     async def aclose(self) -> None:
         await self._events.aclose()
+        if self.finished is None and (leaving := self._call.leave()) is not None:
+            # It ends soon in any case.
+            with suppress(grpc.aio.AioRpcError):
+                await leaving
 
     async def text(self) -> str:
         """Reads to the end and returns the whole text of the first choice."""
@@ -439,11 +571,13 @@ class AsyncClient(_Requests[AsyncStream]):
 
     async def aclose(self) -> None:
         """Cancels the open streams."""
-        await self._channel.close()
+        self._routers.closed = True
+        for channel in self._routers.channels:
+            await channel.close()
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelDescription]:
         """Returns the served models. Raises BatonError."""
-        answer = await self._answer(self._stub.ListModels, pb.ListModelsRequest(), timeout_s)
+        answer = await self._answer("ListModels", pb.ListModelsRequest(), timeout_s)
         return [model_from_proto(model) for model in answer.models]
 
     async def embed(
@@ -458,7 +592,7 @@ class AsyncClient(_Requests[AsyncStream]):
     ) -> Vectors:
         """See `Client.embed`."""
         request = embed_request(inputs, model, dimensions, truncate_tokens, prompt_name)
-        return vectors_from_proto(await self._answer(self._stub.Embed, request, timeout_s))
+        return vectors_from_proto(await self._answer("Embed", request, timeout_s))
 
     async def score(
         self,
@@ -471,7 +605,7 @@ class AsyncClient(_Requests[AsyncStream]):
     ) -> Scores:
         """See `Client.score`."""
         request = score_request(query, documents, model, truncate_tokens)
-        return scores_from_proto(await self._answer(self._stub.Score, request, timeout_s))
+        return scores_from_proto(await self._answer("Score", request, timeout_s))
 
     async def rerank(
         self,
@@ -493,9 +627,7 @@ class AsyncClient(_Requests[AsyncStream]):
         )
         return ranked(scores, documents, top_n)
 
-    async def _answer(
-        self, method: Callable[..., Any], request: object, timeout_s: float | None
-    ) -> Any:
+    async def _answer(self, method: str, request: object, timeout_s: float | None) -> Any:
         """Of a call with one answer. Raises BatonError."""
         call = self._call(method, request, timeout_s)
         while True:

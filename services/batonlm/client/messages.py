@@ -56,7 +56,8 @@ class Options(TypedDict, total=False):
     cache_salt: str
     """Requests share cached KV only with requests of the same salt."""
     event_ids: bool
-    """A stream that breaks off goes on where it was, at whichever router answers next."""
+    """A stream that breaks off goes on where it was, at whichever router answers next. Default: as
+    the client's argument `resume` says."""
     # Constraints on the answer; at most one of these:
     json_object: bool
     json_schema: str

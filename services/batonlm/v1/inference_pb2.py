@@ -26,7 +26,7 @@ from batonlm.v1 import tokenizer_pb2 as baton_dot_v1_dot_tokenizer__pb2
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/tokenizer.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x91\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12,\n\x07options\x18\x04 \x01(\x0b\x32\x1b.baton.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd6\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12,\n\x07options\x18\x03 \x01(\x0b\x32\x1b.baton.v1.GenerationOptions\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12\x17\n\x0ftemplate_kwargs\x18\x06 \x01(\t\"\x9b\x01\n\nToolChoice\x12%\n\x03use\x18\x01 \x01(\x0e\x32\x18.baton.v1.ToolChoice.Use\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06single\x18\x03 \x01(\x08\"H\n\x03Use\x12\x13\n\x0fUSE_UNSPECIFIED\x10\x00\x12\x0c\n\x08USE_NONE\x10\x01\x12\x0c\n\x08USE_AUTO\x10\x02\x12\x10\n\x0cUSE_REQUIRED\x10\x03\"\xa1\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.baton.v1.TextChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x12\x0e\n\x04gbnf\x18\x06 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x1b\n\nTextChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb7\x02\n\x11GenerationOptions\x12*\n\x08sampling\x18\x01 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\"\n\x04stop\x18\x02 \x01(\x0b\x32\x14.baton.v1.StopParams\x12\x0e\n\x01n\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x04 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x05 \x01(\x08\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x35\n\x11structured_output\x18\x07 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x11\n\tevent_ids\x18\t \x01(\x08\x12\x15\n\rlast_event_id\x18\n \x01(\tB\x04\n\x02_n\"&\n\rResumeRequest\x12\x15\n\rlast_event_id\x18\x01 \x01(\t\":\n\x0eResumeResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"<\n\x10GenerateResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"8\n\x0c\x43hatResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"\xac\x01\n\x0fGenerationEvent\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.baton.v1.RequestAcceptedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.baton.v1.ChoiceDeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.baton.v1.RequestFinishedH\x00\x12\n\n\x02id\x18\x04 \x01(\tB\x07\n\x05\x65vent\"s\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\"\xaf\x02\n\x0b\x43hoiceDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.TextLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x11\n\treasoning\x18\x08 \x01(\t\x12+\n\ntool_calls\x18\t \x03(\x0b\x32\x17.baton.v1.ToolCallDeltaB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"X\n\x0cTextLogprobs\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TextLogprob\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.baton.v1.TextLogprob\">\n\x0bTextLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\xb0\x01\n\x0fRequestFinished\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x06stages\x18\x04 \x01(\x0b\x32\x14.baton.v1.StageTimes\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\r\x12\x14\n\x0ctried_tokens\x18\x06 \x01(\r\"\xf8\x02\n\nStageTimes\x12\x13\n\x0btokenize_us\x18\x01 \x01(\x04\x12\x0f\n\x07turn_us\x18\x02 \x01(\x04\x12\x18\n\x10prefill_queue_us\x18\x03 \x01(\x04\x12\x12\n\nprefill_us\x18\x04 \x01(\x04\x12\x12\n\nnetwork_us\x18\x05 \x01(\x04\x12\x14\n\x0chand_over_us\x18\x06 \x01(\x04\x12\x11\n\tdecode_us\x18\x07 \x01(\x04\x12\x15\n\rdetokenize_us\x18\x08 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\t \x01(\x04\x12\x10\n\x08total_us\x18\n \x01(\x04\x12\x1d\n\x15prefill_cached_tokens\x18\x0b \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x0c \x01(\r\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\r\n\x05moves\x18\x0f \x01(\r\x12(\n\x07workers\x18\x10 \x03(\x0b\x32\x17.baton.v1.ServingWorker\"C\n\rServingWorker\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.baton.v1.ModelDescription\"\x9e\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x06inputs\x18\x02 \x03(\x0b\x32\x14.baton.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x1c\n\x0ftruncate_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0bprompt_name\x18\x05 \x01(\tB\x12\n\x10_truncate_tokens\"N\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x07\n\x05input\"l\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12!\n\x07vectors\x18\x03 \x03(\x0b\x32\x10.baton.v1.Vector\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x18\n\x06Vector\x12\x0e\n\x06values\x18\x01 \x03(\x02\"q\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x1c\n\x0ftruncate_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x12\n\x10_truncate_tokens\"Y\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r2\x85\x03\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.baton.v1.ChatRequest\x1a\x16.baton.v1.ChatResponse0\x01\x12=\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x18.baton.v1.ResumeResponse0\x01\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x38\n\x05\x45mbed\x12\x16.baton.v1.EmbedRequest\x1a\x17.baton.v1.EmbedResponse\x12\x38\n\x05Score\x12\x16.baton.v1.ScoreRequest\x1a\x17.baton.v1.ScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/tokenizer.proto\x1a\x14\x62\x61ton/v1/types.proto\"\x91\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12,\n\x07options\x18\x04 \x01(\x0b\x32\x1b.baton.v1.GenerationOptionsB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd6\x01\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12,\n\x07options\x18\x03 \x01(\x0b\x32\x1b.baton.v1.GenerationOptions\x12\x1d\n\x05tools\x18\x04 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x14.baton.v1.ToolChoice\x12\x17\n\x0ftemplate_kwargs\x18\x06 \x01(\t\"\x9b\x01\n\nToolChoice\x12%\n\x03use\x18\x01 \x01(\x0e\x32\x18.baton.v1.ToolChoice.Use\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06single\x18\x03 \x01(\x08\"H\n\x03Use\x12\x13\n\x0fUSE_UNSPECIFIED\x10\x00\x12\x0c\n\x08USE_NONE\x10\x01\x12\x0c\n\x08USE_AUTO\x10\x02\x12\x10\n\x0cUSE_REQUIRED\x10\x03\"\xa1\x01\n\x10StructuredOutput\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x14.baton.v1.TextChoiceH\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x12\x0e\n\x04gbnf\x18\x06 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\x1b\n\nTextChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb7\x02\n\x11GenerationOptions\x12*\n\x08sampling\x18\x01 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\"\n\x04stop\x18\x02 \x01(\x0b\x32\x14.baton.v1.StopParams\x12\x0e\n\x01n\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x04 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x05 \x01(\x08\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x35\n\x11structured_output\x18\x07 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x11\n\tevent_ids\x18\t \x01(\x08\x12\x15\n\rlast_event_id\x18\n \x01(\tB\x04\n\x02_n\"&\n\rResumeRequest\x12\x15\n\rlast_event_id\x18\x01 \x01(\t\":\n\x0eResumeResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"%\n\x0cLeaveRequest\x12\x15\n\rlast_event_id\x18\x01 \x01(\t\"\x0f\n\rLeaveResponse\"<\n\x10GenerateResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"8\n\x0c\x43hatResponse\x12(\n\x05\x65vent\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerationEvent\"\xac\x01\n\x0fGenerationEvent\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.baton.v1.RequestAcceptedH\x00\x12&\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x15.baton.v1.ChoiceDeltaH\x00\x12-\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x19.baton.v1.RequestFinishedH\x00\x12\n\n\x02id\x18\x04 \x01(\tB\x07\n\x05\x65vent\"s\n\x0fRequestAccepted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x18\n\x10prompt_token_ids\x18\x05 \x03(\r\"\xaf\x02\n\x0b\x43hoiceDelta\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12(\n\x08logprobs\x18\x04 \x03(\x0b\x32\x16.baton.v1.TextLogprobs\x12-\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x18\n\x0bstop_string\x18\x06 \x01(\tH\x00\x88\x01\x01\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x11\n\treasoning\x18\x08 \x01(\t\x12+\n\ntool_calls\x18\t \x03(\x0b\x32\x17.baton.v1.ToolCallDeltaB\x0e\n\x0c_stop_stringB\x10\n\x0e_stop_token_id\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"X\n\x0cTextLogprobs\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.baton.v1.TextLogprob\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.baton.v1.TextLogprob\">\n\x0bTextLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"\xb0\x01\n\x0fRequestFinished\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12$\n\x06stages\x18\x04 \x01(\x0b\x32\x14.baton.v1.StageTimes\x12\x18\n\x10reasoning_tokens\x18\x05 \x01(\r\x12\x14\n\x0ctried_tokens\x18\x06 \x01(\r\"\xf8\x02\n\nStageTimes\x12\x13\n\x0btokenize_us\x18\x01 \x01(\x04\x12\x0f\n\x07turn_us\x18\x02 \x01(\x04\x12\x18\n\x10prefill_queue_us\x18\x03 \x01(\x04\x12\x12\n\nprefill_us\x18\x04 \x01(\x04\x12\x12\n\nnetwork_us\x18\x05 \x01(\x04\x12\x14\n\x0chand_over_us\x18\x06 \x01(\x04\x12\x11\n\tdecode_us\x18\x07 \x01(\x04\x12\x15\n\rdetokenize_us\x18\x08 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\t \x01(\x04\x12\x10\n\x08total_us\x18\n \x01(\x04\x12\x1d\n\x15prefill_cached_tokens\x18\x0b \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x0c \x01(\r\x12\x10\n\x08kv_bytes\x18\r \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\x12\r\n\x05moves\x18\x0f \x01(\r\x12(\n\x07workers\x18\x10 \x03(\x0b\x32\x17.baton.v1.ServingWorker\"C\n\rServingWorker\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.baton.v1.ModelDescription\"\x9e\x01\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x06inputs\x18\x02 \x03(\x0b\x32\x14.baton.v1.EmbedInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x1c\n\x0ftruncate_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0bprompt_name\x18\x05 \x01(\tB\x12\n\x10_truncate_tokens\"N\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x07\n\x05input\"l\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12!\n\x07vectors\x18\x03 \x03(\x0b\x32\x10.baton.v1.Vector\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\"\x18\n\x06Vector\x12\x0e\n\x06values\x18\x01 \x03(\x02\"q\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05query\x18\x02 \x01(\t\x12\x11\n\tdocuments\x18\x03 \x03(\t\x12\x1c\n\x0ftruncate_tokens\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x12\n\x10_truncate_tokens\"Y\n\rScoreResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06scores\x18\x03 \x03(\x02\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r2\xbf\x03\n\tInference\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.baton.v1.ChatRequest\x1a\x16.baton.v1.ChatResponse0\x01\x12=\n\x06Resume\x12\x17.baton.v1.ResumeRequest\x1a\x18.baton.v1.ResumeResponse0\x01\x12\x38\n\x05Leave\x12\x16.baton.v1.LeaveRequest\x1a\x17.baton.v1.LeaveResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x38\n\x05\x45mbed\x12\x16.baton.v1.EmbedRequest\x1a\x17.baton.v1.EmbedResponse\x12\x38\n\x05Score\x12\x16.baton.v1.ScoreRequest\x1a\x17.baton.v1.ScoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,44 +53,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUMEREQUEST']._serialized_end=1179
   _globals['_RESUMERESPONSE']._serialized_start=1181
   _globals['_RESUMERESPONSE']._serialized_end=1239
-  _globals['_GENERATERESPONSE']._serialized_start=1241
-  _globals['_GENERATERESPONSE']._serialized_end=1301
-  _globals['_CHATRESPONSE']._serialized_start=1303
-  _globals['_CHATRESPONSE']._serialized_end=1359
-  _globals['_GENERATIONEVENT']._serialized_start=1362
-  _globals['_GENERATIONEVENT']._serialized_end=1534
-  _globals['_REQUESTACCEPTED']._serialized_start=1536
-  _globals['_REQUESTACCEPTED']._serialized_end=1651
-  _globals['_CHOICEDELTA']._serialized_start=1654
-  _globals['_CHOICEDELTA']._serialized_end=1957
-  _globals['_TOOLCALLDELTA']._serialized_start=1959
-  _globals['_TOOLCALLDELTA']._serialized_end=2034
-  _globals['_TEXTLOGPROBS']._serialized_start=2036
-  _globals['_TEXTLOGPROBS']._serialized_end=2124
-  _globals['_TEXTLOGPROB']._serialized_start=2126
-  _globals['_TEXTLOGPROB']._serialized_end=2188
-  _globals['_REQUESTFINISHED']._serialized_start=2191
-  _globals['_REQUESTFINISHED']._serialized_end=2367
-  _globals['_STAGETIMES']._serialized_start=2370
-  _globals['_STAGETIMES']._serialized_end=2746
-  _globals['_SERVINGWORKER']._serialized_start=2748
-  _globals['_SERVINGWORKER']._serialized_end=2815
-  _globals['_LISTMODELSREQUEST']._serialized_start=2817
-  _globals['_LISTMODELSREQUEST']._serialized_end=2836
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2838
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2902
-  _globals['_EMBEDREQUEST']._serialized_start=2905
-  _globals['_EMBEDREQUEST']._serialized_end=3063
-  _globals['_EMBEDINPUT']._serialized_start=3065
-  _globals['_EMBEDINPUT']._serialized_end=3143
-  _globals['_EMBEDRESPONSE']._serialized_start=3145
-  _globals['_EMBEDRESPONSE']._serialized_end=3253
-  _globals['_VECTOR']._serialized_start=3255
-  _globals['_VECTOR']._serialized_end=3279
-  _globals['_SCOREREQUEST']._serialized_start=3281
-  _globals['_SCOREREQUEST']._serialized_end=3394
-  _globals['_SCORERESPONSE']._serialized_start=3396
-  _globals['_SCORERESPONSE']._serialized_end=3485
-  _globals['_INFERENCE']._serialized_start=3488
-  _globals['_INFERENCE']._serialized_end=3877
+  _globals['_LEAVEREQUEST']._serialized_start=1241
+  _globals['_LEAVEREQUEST']._serialized_end=1278
+  _globals['_LEAVERESPONSE']._serialized_start=1280
+  _globals['_LEAVERESPONSE']._serialized_end=1295
+  _globals['_GENERATERESPONSE']._serialized_start=1297
+  _globals['_GENERATERESPONSE']._serialized_end=1357
+  _globals['_CHATRESPONSE']._serialized_start=1359
+  _globals['_CHATRESPONSE']._serialized_end=1415
+  _globals['_GENERATIONEVENT']._serialized_start=1418
+  _globals['_GENERATIONEVENT']._serialized_end=1590
+  _globals['_REQUESTACCEPTED']._serialized_start=1592
+  _globals['_REQUESTACCEPTED']._serialized_end=1707
+  _globals['_CHOICEDELTA']._serialized_start=1710
+  _globals['_CHOICEDELTA']._serialized_end=2013
+  _globals['_TOOLCALLDELTA']._serialized_start=2015
+  _globals['_TOOLCALLDELTA']._serialized_end=2090
+  _globals['_TEXTLOGPROBS']._serialized_start=2092
+  _globals['_TEXTLOGPROBS']._serialized_end=2180
+  _globals['_TEXTLOGPROB']._serialized_start=2182
+  _globals['_TEXTLOGPROB']._serialized_end=2244
+  _globals['_REQUESTFINISHED']._serialized_start=2247
+  _globals['_REQUESTFINISHED']._serialized_end=2423
+  _globals['_STAGETIMES']._serialized_start=2426
+  _globals['_STAGETIMES']._serialized_end=2802
+  _globals['_SERVINGWORKER']._serialized_start=2804
+  _globals['_SERVINGWORKER']._serialized_end=2871
+  _globals['_LISTMODELSREQUEST']._serialized_start=2873
+  _globals['_LISTMODELSREQUEST']._serialized_end=2892
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2894
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2958
+  _globals['_EMBEDREQUEST']._serialized_start=2961
+  _globals['_EMBEDREQUEST']._serialized_end=3119
+  _globals['_EMBEDINPUT']._serialized_start=3121
+  _globals['_EMBEDINPUT']._serialized_end=3199
+  _globals['_EMBEDRESPONSE']._serialized_start=3201
+  _globals['_EMBEDRESPONSE']._serialized_end=3309
+  _globals['_VECTOR']._serialized_start=3311
+  _globals['_VECTOR']._serialized_end=3335
+  _globals['_SCOREREQUEST']._serialized_start=3337
+  _globals['_SCOREREQUEST']._serialized_end=3450
+  _globals['_SCORERESPONSE']._serialized_start=3452
+  _globals['_SCORERESPONSE']._serialized_end=3541
+  _globals['_INFERENCE']._serialized_start=3544
+  _globals['_INFERENCE']._serialized_end=3991
 # @@protoc_insertion_point(module_scope)

@@ -381,6 +381,45 @@ class ResumeResponse(_message.Message):
 Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
+class LeaveRequest(_message.Message):
+    """A stream to which nobody comes back."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    last_event_id: _builtins.str
+    """The id of the last event that the client has."""
+    def __init__(
+        self,
+        *,
+        last_event_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_event_id", b"last_event_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveRequest: _TypeAlias = LeaveRequest  # noqa: Y015
+
+@_typing.final
+class LeaveResponse(_message.Message):
+    """The stream ends with its last reader."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
+
+@_typing.final
 class GenerateResponse(_message.Message):
     """One event of a Generate stream."""
 

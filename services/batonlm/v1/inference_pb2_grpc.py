@@ -50,6 +50,11 @@ class InferenceStub:
                 request_serializer=baton_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
                 _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/baton.v1.Inference/Leave',
+                request_serializer=baton_dot_v1_dot_inference__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.LeaveResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Inference/ListModels',
                 request_serializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -93,6 +98,15 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Leave(self, request, context):
+        """Ends a stream whose events have ids as soon as no call reads it, for a client that does not come
+        back to it. Without this it runs on for a while. At a router that does not have the stream it does
+        nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models served.
         """
@@ -131,6 +145,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.LeaveRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.LeaveResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -230,6 +249,33 @@ class Inference:
             '/baton.v1.Inference/Resume',
             baton_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Leave',
+            baton_dot_v1_dot_inference__pb2.LeaveRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.LeaveResponse.FromString,
             options,
             channel_credentials,
             insecure,

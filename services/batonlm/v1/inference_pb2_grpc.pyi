@@ -41,6 +41,11 @@ class InferenceStub:
     """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
     answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
     """
+    Leave: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LeaveRequest, _inference_pb2.LeaveResponse]
+    """Ends a stream whose events have ids as soon as no call reads it, for a client that does not come
+    back to it. Without this it runs on for a while. At a router that does not have the stream it does
+    nothing.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models served."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
@@ -60,6 +65,11 @@ class InferenceAsyncStub(InferenceStub):
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
     """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
     answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
+    """
+    Leave: _aio.UnaryUnaryMultiCallable[_inference_pb2.LeaveRequest, _inference_pb2.LeaveResponse]  # type: ignore[assignment]
+    """Ends a stream whose events have ids as soon as no call reads it, for a client that does not come
+    back to it. Without this it runs on for a while. At a router that does not have the stream it does
+    nothing.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models served."""
@@ -95,6 +105,17 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeResponse], _abc.AsyncIterator[_inference_pb2.ResumeResponse]]:
         """Goes on with a stream whose events have ids, at the router that runs it or has just run it. Others
         answer NOT_FOUND: send them the request that began it, with `options.last_event_id`.
+        """
+
+    @_abc_1.abstractmethod
+    def Leave(
+        self,
+        request: _inference_pb2.LeaveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.LeaveResponse, _abc.Awaitable[_inference_pb2.LeaveResponse]]:
+        """Ends a stream whose events have ids as soon as no call reads it, for a client that does not come
+        back to it. Without this it runs on for a while. At a router that does not have the stream it does
+        nothing.
         """
 
     @_abc_1.abstractmethod

@@ -49,6 +49,13 @@ async def router_process(world: World, *flags: str, key: str = "") -> AsyncItera
     """Starts the test's workers and a router that has met them all; holds nothing at its end,
     unless it was killed."""
     await world.serve()
+    async with router_beside(world, *flags, key=key) as router:
+        yield router
+
+
+@asynccontextmanager
+async def router_beside(world: World, *flags: str, key: str = "") -> AsyncIterator[RouterProcess]:
+    """The same over workers that have started, maybe beside other routers."""
     known = [f"--{role}s={','.join(found)}" for role, found in world.addresses.items() if found]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "batonlm.router", "--local-prefill-tokens=0", *known, *flags),

@@ -428,6 +428,38 @@ async def test_a_run_that_is_not_kept_waits_for_its_readers(
     assert frontend.open_streams == 0
 
 
+async def test_a_client_that_does_not_come_back_says_so(
+    http: httpx.AsyncClient, frontend: Scripted
+) -> None:
+    frontend.hold = True
+    first = asyncio.create_task(send(http, "k"))
+    await frontend.started.wait()
+    stream_id = frontend.seen[0].keyed_stream_id
+    second = asyncio.create_task(get(http, stream_id))
+    kept = frontend.kept.find(frontend.seen[0].tenant, stream_id)
+    assert kept is not None
+    async with asyncio.timeout(120):
+        while len(kept.readers) < 2:  # noqa: ASYNC110 (a request)
+            await asyncio.sleep(0.002)
+    left = await http.delete(f"/v1/streams/cmpl-{stream_id}")
+    assert (left.status_code, left.content) == (204, b"")
+    first.cancel()
+    async with asyncio.timeout(120):
+        while len(kept.readers) > 1:  # noqa: ASYNC110 (a request)
+            await asyncio.sleep(0.002)
+    assert frontend.open_streams == 1, "it is still read"
+    second.cancel()
+    await asyncio.wait_for(frontend.closed.wait(), 120)
+    assert frontend.open_streams == 0
+    frontend.release.set()
+    whole = await stream(http, COMPLETION, BODY, x_baton_resume="1")
+    url = f"/v1/streams/{whole[0][0].partition('.')[0]}"
+    assert (await http.get(url)).status_code == 200
+    assert (await http.delete(url)).status_code == 204
+    assert (await http.get(url)).status_code == 404
+    assert (await http.delete(url)).status_code == 204
+
+
 @pytest.mark.parametrize("kept_s", [0.0, 0.01])
 async def test_what_nobody_reads_ends(
     http: httpx.AsyncClient, frontend: Scripted, kept_s: float

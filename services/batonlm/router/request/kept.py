@@ -99,6 +99,8 @@ class KeptStream:
         """Set when it has workers, or has failed."""
         self.failure: BaseException | None = None
         self.over = False
+        self.left = False
+        """Whether it ends with its last reader, at once."""
         self.task: asyncio.Task[None]
         self.timer: asyncio.TimerHandle | None = None
         """Ends a run without readers, or forgets one that is over and has none."""
@@ -142,7 +144,7 @@ def _as_run(request: Request) -> Request:
 class StreamReader:
     """An EventStream of a kept one, from its beginning."""
 
-    def __init__(self, kept: KeptStream, leave: Callable[[StreamReader], Awaitable[None]]) -> None:
+    def __init__(self, kept: KeptStream, leave: Callable[[KeptStream], Awaitable[None]]) -> None:
         """leave: called when it is closed."""
         self.kept = kept
         self.num_behind = 0
@@ -230,7 +232,7 @@ class StreamReader:
         if self in self.kept.readers:
             self.kept.readers.discard(self)
             self.kept.read_on.set()
-            await self._leave(self)
+            await self._leave(self.kept)
 
 
 class KeptStreams:
@@ -309,6 +311,13 @@ class KeptStreams:
         self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)
         return await self._read(kept)
 
+    async def leave(self, tenant: Tenant, stream_id: str) -> None:
+        """Nobody comes back to a stream, if it is here: it ends with its last reader, at once."""
+        kept = self._of.get(tenant.name, {}).get(stream_id)
+        if kept is not None:
+            kept.left = True
+            await self._read_by(kept)
+
     def drain(self) -> None:
         """From now on a run ends with its last reader, and those without one end at once: nobody
         can come back to a router that refuses requests."""
@@ -334,7 +343,7 @@ class KeptStreams:
         """Returns a reader when the run has workers. Raises BatonError when it fails earlier."""
         if kept.timer is not None:
             kept.timer.cancel()
-        reader = StreamReader(kept, self._left_by)
+        reader = StreamReader(kept, self._read_by)
         try:
             await kept.opened.wait()
             if kept.stream is None and kept.failure is not None:
@@ -368,7 +377,7 @@ class KeptStreams:
             if failure is not None:
                 self._take_out(kept)
             if not kept.readers:
-                self._read_by_nobody(kept)
+                self._forget_later(kept)
 
     def _add(self, kept: KeptStream, event: Event) -> None:
         if isinstance(event, Accepted) and not kept.stream_id:
@@ -424,23 +433,21 @@ class KeptStreams:
     def _ended(self, tenant: str) -> Iterator[KeptStream]:
         return (kept for kept in [*self._of.get(tenant, {}).values()] if kept.over)
 
-    async def _left_by(self, reader: StreamReader) -> None:
-        """A reader has left."""
-        kept = reader.kept
+    async def _read_by(self, kept: KeptStream) -> None:
+        """Its readers have changed: one that nobody reads ends, or is forgotten, after a while."""
         if kept.readers:
             return
         if kept.over:
-            self._read_by_nobody(kept)
-            return
-        if kept.events is not None and self.kept_s and not self._draining:
+            self._forget_later(kept)
+        elif kept.events is not None and self.kept_s and not (self._draining or kept.left):
             self._later(kept, lambda: kept.task.cancel())
-            return
-        kept.task.cancel()
-        await asyncio.wait([kept.task])
+        else:
+            kept.task.cancel()
+            await asyncio.wait([kept.task])
 
-    def _read_by_nobody(self, kept: KeptStream) -> None:
+    def _forget_later(self, kept: KeptStream) -> None:
         """A stream that is over has no readers."""
-        if kept.failure is not None:
+        if kept.failure is not None or kept.left:
             self._forget(kept)
         elif kept.events is not None:
             self._later(kept, lambda: self._forget(kept))

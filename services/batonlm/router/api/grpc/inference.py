@@ -103,6 +103,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             except BatonError as error:
                 raise with_hint(error) from error
 
+    async def Leave(
+        self,
+        request: pb.LeaveRequest,
+        context: grpc.aio.ServicerContext[pb.LeaveRequest, pb.LeaveResponse],
+    ) -> pb.LeaveResponse:
+        tenant = caller(context)
+        with self._pipeline.receive(tenant, request.ByteSize()):
+            return await leave(self._pipeline, request, tenant)
+
     async def ListModels(
         self,
         request: pb.ListModelsRequest,
@@ -296,6 +305,14 @@ async def resumed(
             raise not_kept("options.last_event_id")
     request = replace(kept.request, resumable=True, resumes=position)
     return request, await pipeline.kept.open(request, holding)
+
+
+async def leave(pipeline: Pipeline, message: pb.LeaveRequest, tenant: Tenant) -> pb.LeaveResponse:
+    """Ends a stream with its last reader. Raises BatonError."""
+    with pipeline.reading(tenant):
+        position = StreamPosition.parse(message.last_event_id, tenant.name)
+    await pipeline.kept.leave(tenant, position.stream_id)
+    return pb.LeaveResponse()
 
 
 _FIELDS = {

@@ -45,7 +45,7 @@ from batonlm.router.api.http.anthropic import (
 from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
-from batonlm.router.api.http.generation import Generation, KeptStreamRoute
+from batonlm.router.api.http.generation import Generation, KeptStreamRoute, LeaveStreamRoute
 from batonlm.router.api.http.ollama import OLLAMA, PREFIX, ollama_routes
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
@@ -171,7 +171,15 @@ class HttpApp:
                 for prefix in ("/v1", "")
                 for path, app in posts.items()
             ),
-            *(Route(prefix + path, get) for prefix in ("/v1", "") for path, get in gets.items()),
+            *(
+                Route(prefix + path, get, methods=["GET"])
+                for prefix in ("/v1", "")
+                for path, get in gets.items()
+            ),
+            *(
+                Route(f"{prefix}/streams/{{id}}", LeaveStreamRoute(pipeline), methods=["DELETE"])
+                for prefix in ("/v1", "")
+            ),
             Route("/version", self._show_version),
             Route("/health", self._show_health),
             Route("/ping", self._show_health),
@@ -313,7 +321,7 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         # A key, the content's type, and what the clients of OpenAI tell of themselves.
         allow_headers=("*",),
         expose_headers=("x-request-id", "request-id", "retry-after", "retry-after-ms"),

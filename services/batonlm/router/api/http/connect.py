@@ -42,6 +42,7 @@ from batonlm.router.api.grpc.inference import (
     embed_response,
     generate_from_proto,
     in_client_words,
+    leave,
     listed_models,
     opened,
     resumed,
@@ -93,6 +94,7 @@ def connect_routes(pipeline: Pipeline, bodies: Bodies) -> list[BaseRoute]:
         "Chat": _Stream(pipeline, bodies, pb.ChatRequest, _chat, pb.ChatResponse),
         "Generate": _Stream(pipeline, bodies, pb.GenerateRequest, _generate, pb.GenerateResponse),
         "Resume": _Stream(pipeline, bodies, pb.ResumeRequest, _resume, pb.ResumeResponse),
+        "Leave": _Unary(pipeline, bodies, pb.LeaveRequest, _leave),
         "ListModels": _Unary(pipeline, bodies, pb.ListModelsRequest, _list_models),
         "Embed": _Unary(pipeline, bodies, pb.EmbedRequest, _embed),
         "Score": _Unary(pipeline, bodies, pb.ScoreRequest, _score),
@@ -219,6 +221,11 @@ async def _generate(message: pb.GenerateRequest, asked: Asked) -> tuple[Request,
 async def _resume(message: pb.ResumeRequest, asked: Asked) -> tuple[Request, EventStream]:
     pipeline, scope, holding = asked
     return await resumed(pipeline, message, caller(scope), holding)
+
+
+async def _leave(message: pb.LeaveRequest, asked: Asked) -> pb.LeaveResponse:
+    pipeline, scope, _ = asked
+    return await leave(pipeline, message, caller(scope))
 
 
 async def _opened(

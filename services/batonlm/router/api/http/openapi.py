@@ -140,6 +140,7 @@ def _paths() -> Json:
     request_id = _parameter(
         "id", "path", "Of an answer, or of its header `x-baton-request-id` or `x-request-id`."
     )
+    stream_id = _parameter("id", "path", "Of its chunks: the part of an event's id before the dot.")
     replay = _parameter(
         "replay",
         "query",
@@ -270,9 +271,20 @@ def _paths() -> Json:
             "readStream",
             "A stream of the caller's, with ids of events, that this router runs or has just run",
             {"text/event-stream": {"schema": _STRING}},
-            _parameter("id", "path", "Of its chunks: the part of an event's id before the dot."),
+            stream_id,
             _parameter(LAST_EVENT_ID_HEADER, "header", _RESUMING[LAST_EVENT_ID_HEADER]),
-        ),
+        )
+        | {
+            "delete": {
+                "operationId": "leaveStream",
+                "summary": "End a stream of the caller's with its last reader, at once",
+                "parameters": [stream_id],
+                "responses": {
+                    "204": {"description": "So it does, if this router has it."},
+                    **_errors(_GET_ERRORS),
+                },
+            }
+        },
         "/version": _get("showVersion", "Baton's version", _json(answers.Version)),
         "/metrics": _get(
             "showMetrics",
