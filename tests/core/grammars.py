@@ -47,6 +47,20 @@ class HashMatcher:
             return mask([EOS])
         return mask([*self.next(output), *([EOS] if self._grammar.may_end else [])])
 
+    def allowed_behind(
+        self, tokens: Sequence[int], first: int, drafts: Sequence[int]
+    ) -> list[bytes]:
+        masks = [self.allowed(tokens, first)]
+        output = [*tokens]
+        for draft in drafts if not self.stuck else ():
+            if masks[-1][draft >> 3] >> (draft & 7) & 1 == 0:
+                break
+            output.append(draft)
+            if len(output) - first >= self._grammar.stuck_at:
+                break
+            masks.append(self.allowed(output, first))
+        return masks
+
     @staticmethod
     def next(output: tuple[int, ...]) -> list[int]:
         """What may follow, besides the end."""

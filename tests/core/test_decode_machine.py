@@ -26,6 +26,7 @@ from tests.core.attempts import (
     runner,
     unpacked,
 )
+from tests.core.drafting import Foretold
 from tests.core.step_machine import DRAWN, EOS_EVERY, NUM_BLOCKS, PROFILE, STATES, StepMachine
 
 MOST_SEQUENCES = 8
@@ -39,10 +40,17 @@ class DecodeMachine(StepMachine):
         prefill_budget=st.sampled_from([4, 10, 64]),
         swap=st.sampled_from([(0, 0), (64, 0), (9, 12), (0, 30)]),
         state_positions=STATES,
+        wrong_every=st.sampled_from([-1, 0, 3]),
     )
     def begin(
-        self, headroom: int, prefill_budget: int, swap: tuple[int, int], state_positions: int
+        self,
+        headroom: int,
+        prefill_budget: int,
+        swap: tuple[int, int],
+        state_positions: int,
+        wrong_every: int,
     ) -> None:
+        """wrong_every: of drafts, see `Foretold`; -1: there are none."""
         self.begin_steps()
         self.state_positions = state_positions
         policy = SchedulerPolicy(
@@ -59,7 +67,14 @@ class DecodeMachine(StepMachine):
             depth=2,
             state_positions=state_positions,
         )
-        scheduler = Scheduler(pool_of(engine), policy, engine.model, num_swap_blocks=swap)
+        self.drafter = Foretold(wrong_every) if wrong_every >= 0 else None
+        scheduler = Scheduler(
+            pool_of(engine),
+            policy,
+            engine.model,
+            num_swap_blocks=swap,
+            drafter=self.drafter,
+        )
         self.loop = EngineLoop(engine, scheduler)
         self.prefill_budget = prefill_budget
         self.swap_blocks = sum(swap)
@@ -78,7 +93,8 @@ class DecodeMachine(StepMachine):
     def keeps_budgets(self, plan: StepPlan) -> None:
         rows = [chunk for chunk in plan.chunks if chunk.first_position and chunk.samples]
         assert plan.work.rows <= min(len(rows), MOST_SEQUENCES)
-        assert plan.work.rows + plan.work.prefill == plan.num_tokens
+        assert plan.work.rows + plan.work.prefill + plan.work.drafts == plan.num_tokens
+        assert sum(len(chunk.samples) for chunk in plan.chunks) <= MOST_SEQUENCES
         assert not plan.work.rows or plan.work.prefill <= self.prefill_budget
 
     def take(self, events: list[Event]) -> None:
@@ -90,6 +106,12 @@ class DecodeMachine(StepMachine):
         for event in events:
             if isinstance(event, Held):
                 self.stopped(event)
+
+    def name(self, one: Attempt) -> Attempt:
+        if self.drafter is not None:
+            for tokens in self.expected(one).values():
+                self.drafter.foretell(one.token_ids, tokens)
+        return super().name(one)
 
     def expected(self, one: Attempt) -> dict[int, list[int]]:
         return expected(one, EOS_EVERY, self.state_positions)
@@ -288,6 +310,7 @@ class DecodeMachine(StepMachine):
         self.run_out()
         space = self.loop.scheduler.sequences.swap
         assert sum(space.num_free) == self.swap_blocks, "swap blocks leaked"
+        assert self.drafter is None or not self.drafter.known, "drafts are kept for what is gone"
         for wanted in self.wanted:
             one = self.drawn[AttemptKey(wanted.request_id, wanted.attempt)]
             assert self.outputs.tokens[wanted] == self.expected(one)[wanted.choice]

@@ -10,6 +10,7 @@ from typing import Any
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt, Logprobs, SequenceKey
 from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.drafts import Drafter
 from batonlm.core.scheduler.events import Event, FirstTokens, KvComplete, NewTokens, Planned
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import PENDING, CompiledGrammar, ModelRunner, StepPlan, StepResult
@@ -37,6 +38,7 @@ class Watched:
         self.asked["states"] += sum(len(chunk.state_copies) for chunk in plan.chunks)
         self.asked["swapped out"] += sum(len(swap.blocks) for swap in plan.swap_out)
         self.asked["swapped in"] += sum(len(swap.blocks) for swap in plan.swap_in)
+        self.asked["drafts"] += sum(chunk.num_drafts for chunk in plan.chunks)
         self.asked["pending"] += sum(tuple(c.token_ids) == (PENDING,) for c in plan.chunks)
         self.asked["most chunks"] = max(self.asked["most chunks"], len(plan.chunks))
         self._runner.submit(plan)
@@ -99,7 +101,12 @@ def attempt(
 
 
 def decode_loop(
-    runner: ModelRunner, num_blocks: int, policy: SchedulerPolicy | None = None, *, depth: int = 1
+    runner: ModelRunner,
+    num_blocks: int,
+    policy: SchedulerPolicy | None = None,
+    *,
+    depth: int = 1,
+    drafter: Drafter | None = None,
 ) -> EngineLoop:
     """Over the first num_blocks of a runner's memory, with hardly any headroom."""
     scheduler = Scheduler(
@@ -112,6 +119,7 @@ def decode_loop(
         policy or SchedulerPolicy(headroom=1),
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,
+        drafter=drafter,
     )
     return EngineLoop(Watched(runner, depth), scheduler)
 

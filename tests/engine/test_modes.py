@@ -17,10 +17,12 @@ import pytest
 
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.request.request import SamplingParams
+from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.runner import TorchRunner
+from tests.core.drafting import Foretold
 from tests.engine.driving import random_prompts
 from tests.engine.modes import Heard, asked, attempt, decode_loop, hand_over, run, run_out
 from tests.engine.test_parity import expected
@@ -237,12 +239,120 @@ def test_choices_say_what_each_would_say_alone(
     assert len({tuple(text) for text in heard.tokens.values()}) == 8
 
 
+def foretold(arch: str, wrong_every: int = 4) -> Foretold:
+    """Knows what is said to PROMPTS."""
+    drafter = Foretold(wrong_every)
+    for prompt, text in zip(PROMPTS, wanted(arch), strict=True):
+        drafter.foretell(prompt, text)
+    return drafter
+
+
+def took_drafts(loop: EngineLoop) -> bool:
+    """Whether right drafts and wrong ones were computed."""
+    speculation = loop.scheduler.speculation
+    assert speculation is not None
+    return 0 < speculation.accepted < speculation.drafted == asked(loop)["drafts"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("way", SWAP_BYTES)
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_drafts_change_nothing_where_sequences_are_preempted(
+    arch: str, way: str, depth: int, runner_of: LoadRunner, judge: Judge
+) -> None:
+    drafter = foretold(arch)
+    loop = decode_loop(runner_of(arch, way=way), FEW, depth=depth, drafter=drafter)
+    judge.check(arch, run(loop, all_of_them()))
+    assert took_drafts(loop)
+    assert loop.scheduler.preemptions[way] > 0
+    assert not drafter.known
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "arch",
+    ["llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"],
+)
+def test_drafts_change_nothing_in_one_batch(
+    arch: str, exact: bool, runner_of: LoadRunner, judge: Judge
+) -> None:
+    """Nor for those who find what others left in the prefix cache."""
+    loop = decode_loop(runner_of(arch, exact=exact), PLENTY, drafter=foretold(arch))
+    heard = run(loop, all_of_them())
+    longer = [
+        attempt(name, prompt, NEW_TOKENS, accepted=text[:-1])
+        for name, prompt, text in zip(NAMES, PROMPTS, wanted(arch), strict=True)
+    ]
+    again = run(loop, longer)
+    judge.check(arch, heard, exact=exact)
+    judge.check(arch, again, exact=exact)
+    assert all(count > len(p) for count, p in zip(again.cached.values(), PROMPTS, strict=True))
+    assert took_drafts(loop)
+
+
+@pytest.mark.parametrize("num_blocks", [PLENTY, FEW])
+def test_drafts_change_nothing_behind_a_hand_over(
+    num_blocks: int, runner_of: LoadRunner, judge: Judge
+) -> None:
+    sender, taker = runner_of(), runner_of(way="swap_host")
+    loop, heard = decode_loop(taker, num_blocks, drafter=foretold("llama")), Heard()
+    for one in all_of_them():
+        hand_over(sender, loop, one, heard, 32)
+    judge.check("llama", run_out(loop, heard))
+    assert took_drafts(loop)
+
+
+@pytest.mark.parametrize(
+    "sampling", [DRAWN, replace(DRAWN, repetition_penalty=1.2, frequency_penalty=0.2)]
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_change_nothing_of_choices_that_are_sampled(
+    depth: int, sampling: SamplingParams, runner_of: LoadRunner
+) -> None:
+    several = [replace(one, sampling=sampling) for one in forked()]
+    apart = [replace(one, choices=(choice,)) for one in several for choice in one.choices]
+    expected, drafter = alone(runner_of(), apart), Foretold(5)
+    for one in apart:
+        drafter.foretell(one.token_ids, expected.tokens[one.keys()[0]])
+    loop = decode_loop(runner_of(), 40, depth=depth, drafter=drafter)
+    heard = run(loop, several)
+    assert heard.tokens == expected.tokens
+    assert heard.logprobs == expected.logprobs
+    assert took_drafts(loop)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_drafts_from_the_text_itself_change_nothing(exact: bool, runner_of: LoadRunner) -> None:
+    runner = runner_of(exact=exact)
+    # A low temperature and a bias towards some tokens: the model goes round.
+    sampling = SamplingParams(
+        temperature=0.6, seed=3, logit_bias=tuple((token, 9.0) for token in range(40, 48))
+    )
+    attempts = [
+        attempt(name, prompt, 80, sampling=replace(sampling, seed=i))
+        for i, (name, prompt) in enumerate(zip(NAMES, PROMPTS, strict=True))
+    ]
+    plain = run(decode_loop(runner, PLENTY), attempts)
+    loop = decode_loop(runner, PLENTY, SchedulerPolicy(headroom=1, speculation="ngram"))
+    assert run(loop, attempts).tokens == plain.tokens
+    assert loop.scheduler.speculation is not None
+    assert loop.scheduler.speculation.drafted > 0
+
+
 class Crowd:
     """Random requests that come and go, on a pool that holds one or two of them."""
 
-    def __init__(self, runner: ModelRunner, sender: ModelRunner, *, seed: int, depth: int):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sender: ModelRunner,
+        *,
+        seed: int,
+        depth: int,
+        drafter: Foretold | None,
+    ):
         self.numbers = random.Random(seed)
-        self.loop = decode_loop(runner, FEW, depth=depth)
+        self.loop = decode_loop(runner, FEW, depth=depth, drafter=drafter)
         self.sender = sender
         self.heard = Heard()
         self.drawn: list[tuple[Attempt, int]] = []
@@ -285,9 +395,10 @@ class Crowd:
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
-    depth: int, saved: Callable[[str], Path], runner_of: LoadRunner
+    depth: int, drafts: bool, saved: Callable[[str], Path], runner_of: LoadRunner
 ) -> None:
     """Swap memory is small, too: what fits neither the host's part nor the disk's is computed
     again."""
@@ -302,7 +413,8 @@ def test_a_crowd_on_a_pool_far_too_small_ends_with_the_right_tokens(
     runner, met = TorchRunner.load(config), Counter[str]()
     try:
         for seed in range(2):
-            crowd = Crowd(runner, sender, seed=seed, depth=depth)
+            drafter = foretold("llama") if drafts else None
+            crowd = Crowd(runner, sender, seed=seed, depth=depth, drafter=drafter)
             while len(crowd.drawn) < 12:
                 crowd.come()
                 for _ in range(crowd.numbers.randrange(12)):

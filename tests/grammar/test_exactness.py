@@ -9,9 +9,11 @@ import pytest
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
+from batonlm.core.scheduler.drafts import Drafter, NgramDrafter
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
+from tests.core.drafting import Foretold
 from tests.engine.modes import Heard, Watched, hand_over
 from tests.engine.modes import run_out as run_to_end
 from tests.grammar.answering import (
@@ -42,12 +44,15 @@ def model() -> Iterator[Model]:
     opened.runner.close()
 
 
-def loop_over(model: Model, num_blocks: int, depth: int = 1) -> EngineLoop:
+def loop_over(
+    model: Model, num_blocks: int, depth: int = 1, drafter: Drafter | None = None
+) -> EngineLoop:
     runner = model.runner
     scheduler = Scheduler(
         BlockPool(num_blocks, runner.block_size),
         SchedulerPolicy(headroom=1),
         runner.model,
+        drafter=drafter,
     )
     return EngineLoop(Watched(runner, depth), scheduler)
 
@@ -68,6 +73,27 @@ def alone(model: Model, sampling: SamplingParams, choices: tuple[int, ...] = (0,
     loop = loop_over(model, 256)
     loop.scheduler.add(asked(model, sampling, choices), 0.0, grammar=model.compiled(SCHEMA))
     return run_out(loop, Answers())
+
+
+@pytest.mark.parametrize(("drafts", "depth"), [("foretold", 1), ("foretold", 2), ("ngram", 1)])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
+def test_with_drafts(model: Model, sampling: SamplingParams, drafts: str, depth: int) -> None:
+    whole = alone(model, sampling, (0, 1, 2))
+    one = asked(model, sampling, (0, 1, 2))
+    drafter: Drafter = NgramDrafter()
+    if drafts == "foretold":
+        drafter = foretold = Foretold(6)
+        for choice in one.choices:
+            foretold.foretell(one.token_ids, whole.of("r", choice))
+    loop = loop_over(model, 256, depth, drafter)
+    loop.scheduler.add(one, 0.0, grammar=model.compiled(SCHEMA))
+    answers = run_out(loop, Answers())
+    for choice in one.choices:
+        assert answers.of("r", choice) == whole.of("r", choice)
+    assert answers.finish == whole.finish
+    speculation = loop.scheduler.speculation
+    assert speculation is not None
+    assert speculation.saved_steps > 0 or drafts == "ngram"
 
 
 @pytest.mark.deep

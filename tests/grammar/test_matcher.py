@@ -49,6 +49,33 @@ def test_replayed_it_allows_the_same(seed: int) -> None:
         assert jumping.allowed(tokens[: len(PROMPT) + size], len(PROMPT)) == masks[size]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_behind_drafts_it_allows_the_same_and_takes_none_of_them(seed: int) -> None:
+    grammar = compiled(GrammarKind.JSON_SCHEMA, SCHEMA)
+    draw = random.Random(seed)
+    tokens = list(PROMPT)
+    matcher = grammar.matcher()
+    for _ in range(60):
+        drafts: list[int] = []
+        expected = [grammar.matcher().allowed(tokens, len(PROMPT))]
+        while len(drafts) < 5:
+            free = [token for token in ids(expected[-1]) if token != END]
+            if not free:
+                break
+            drafts.append(draw.choice(free))
+            expected.append(grammar.matcher().allowed([*tokens, *drafts], len(PROMPT)))
+        assert matcher.allowed_behind(tokens, len(PROMPT), drafts) == expected
+        # The first that is not allowed, and all behind it, are left out.
+        wrong = next(i for i in range(2048) if i not in ids(expected[-1]))
+        longer = [*drafts, wrong, wrong]
+        assert matcher.allowed_behind(tokens, len(PROMPT), longer) == expected
+        assert matcher.allowed(tokens, len(PROMPT)) == expected[0]
+        free = [token for token in ids(expected[0]) if token != END]
+        if not free:
+            break
+        tokens.append(draw.choice(free))
+
+
 def test_asked_twice_it_says_the_same() -> None:
     matcher = compiled(GrammarKind.REGEX, "[ab]{3}").matcher()
     assert matcher.allowed(PROMPT, 3) == matcher.allowed(PROMPT, 3)

@@ -53,23 +53,46 @@ class TokenMatcher:
         self._num_taken += len(new)
         if new and not self._matcher.consume_tokens(new):
             return self._give_up("cannot be followed behind what the answer holds so far")
-        mask, spent_s = self._timed_mask()
-        if spent_s > SEEN_S and (weight := self._grammar.weight_of_look()):
-            mask, again_s = self._timed_mask()
-            self._grammar.grew(weight * (spent_s - again_s))
-        if self._matcher.is_error() or not any(mask):
-            return self._give_up("cannot be followed further with this model's tokens")
-        return mask
+        return self._mask(self._matcher) or self._give_up(
+            "cannot be followed further with this model's tokens"
+        )
 
-    def _timed_mask(self) -> tuple[bytes, float]:
-        began = thread_time()
-        mask = self._matcher.compute_bitmask()
-        return mask, thread_time() - began
+    def allowed_behind(
+        self, tokens: Sequence[int], first: int, drafts: Sequence[int]
+    ) -> list[bytes]:
+        masks = [self.allowed(tokens, first)]
+        if self._stuck:
+            return masks
+        # A copy cannot leave behind what it took, nor an error.
+        ahead = self._matcher.deep_copy()
+        for draft in drafts:
+            byte = masks[-1][draft >> 3 : (draft >> 3) + 1]
+            if not (byte and byte[0] >> (draft & 7) & 1 and ahead.consume_token(draft)):
+                break
+            mask = self._mask(ahead)
+            if not mask:
+                break
+            masks.append(mask)
+        return masks
+
+    def _mask(self, matcher: LLMatcher) -> bytes:
+        """What may follow; empty where nothing may."""
+        mask, spent_s = _timed_mask(matcher)
+        if spent_s > SEEN_S and (weight := self._grammar.weight_of_look()):
+            mask, again_s = _timed_mask(matcher)
+            self._grammar.grew(weight * (spent_s - again_s))
+        return b"" if matcher.is_error() or not any(mask) else mask
 
     def _give_up(self, why: str) -> bytes:
         detail = report(self._matcher)
         self._stuck = f"{why}: {detail}" if detail else why
         return bytes(1)
+
+
+def _timed_mask(matcher: LLMatcher) -> tuple[bytes, float]:
+    began = thread_time()
+    mask = matcher.compute_bitmask()
+    return mask, thread_time() - began
 
 
 class Compiled:

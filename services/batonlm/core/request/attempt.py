@@ -148,6 +148,8 @@ class Attempt:
     none."""
     adapter: str = ""
     """The digest of the LoRA adapter to compute with; "" is the model alone."""
+    no_speculation: bool = False
+    """Whether no drafts of its tokens are computed, also where the worker does that."""
 
     @property
     def position(self) -> int:
@@ -188,6 +190,8 @@ class ChoiceTokens(NamedTuple):
     """Set when the last token ends the choice."""
     stop_token_id: int | None = None
     """The last token, when it is an end-of-sequence or stop token."""
+    saved_steps: int = 0
+    """How many steps more these tokens would have taken without drafts."""
 
 
 class PositionGap(Exception):
@@ -219,6 +223,8 @@ class TokenLog:
         self.stop_token_id: int | None = None
         """The end-of-sequence or stop token that ended the choice, which is its last token."""
         self.stop_string: str | None = None
+        self.saved_steps = 0
+        """How many steps more its tokens would have taken without drafts."""
         self._token_ids: list[int] = []
         self._logprobs: list[Logprobs] = []
 
@@ -256,6 +262,7 @@ class TokenLog:
             return 0
         fresh = tokens.token_ids[known:] if known else tokens.token_ids
         self._token_ids.extend(fresh)
+        self.saved_steps += tokens.saved_steps
         if tokens.logprobs:
             self._logprobs.extend(tokens.logprobs[known:])
         if tokens.finish_reason is not None:

@@ -313,7 +313,8 @@ class Swapping:
         assert grant is not None and table is not None
         group.stored = None
         self._restored.append(grant)
-        state, end = self._pool.state_blocks, len(grant.blocks)
+        # Of drafts that were wrong it may keep more than the table has room for.
+        state, end = self._pool.state_blocks, min(len(grant.blocks), len(table.blocks))
         missing = (*range(state), *range(state + table.num_cached, end))
         if blocks := tuple(table.blocks[i] for i in missing):
             self.swap_in.append(BlockSwap(blocks, tuple(grant.blocks[i] for i in missing)))

@@ -125,6 +125,8 @@ class StepWork(NamedTuple):
     """Positions that those rows read."""
     prefill: int = 0
     """Positions of the other chunks."""
+    drafts: int = 0
+    """Positions of drafts behind rows."""
 
 
 NO_WORK = StepWork()
@@ -356,6 +358,12 @@ class Matcher(Protocol):
         is among them where the grammar is satisfied, and alone where nothing can follow. All bits
         are 0 when no token can be drawn; then `stuck` has the reason.
         """
+
+    def allowed_behind(
+        self, tokens: Sequence[int], first: int, drafts: Sequence[int]
+    ) -> list[bytes]:
+        """As `allowed`, and the same behind each draft up to the first that is not allowed itself.
+        The state is that behind `tokens` again."""
 
     @property
     def stuck(self) -> str:

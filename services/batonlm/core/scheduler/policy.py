@@ -98,6 +98,8 @@ class SchedulerPolicy:
     batch_window_s: float = 0.0
     """How long an input waits for others to fill a step with, when nothing is being computed and
     another one came lately."""
+    speculation: str = "off"
+    """Where drafts come from: off, or ngram, which is the text before, see `drafts`."""
     starving_after_s: float = 0.0
     """A group that found no room for so long lets none behind it start."""
 

@@ -16,7 +16,8 @@ back, its next token is drawn at the same position as it would have been.
 
 Steps are planned while others are in flight: a sequence then gets a row for the token behind the
 one that is still to come. Whatever a launched step samples counts, also for a sequence that was
-preempted meanwhile; only what ended takes no more tokens.
+preempted meanwhile; only what ended takes no more tokens. A sequence with drafts (`speculation`)
+waits for their step: until then nobody knows how many tokens come of it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Sequ
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.block_budget import BlockBudget, Reservation
+from batonlm.core.scheduler.drafts import Drafter, NgramDrafter
 from batonlm.core.scheduler.events import (
     AttemptFailed,
     Computed,
@@ -80,6 +82,7 @@ from batonlm.core.scheduler.sequence import (
     validate_ids,
 )
 from batonlm.core.scheduler.sequence_table import Load, SequenceTable
+from batonlm.core.scheduler.speculation import Speculation
 from batonlm.core.scheduler.step_cost import PrefillCost, StepCost
 
 COMPANY = 10
@@ -110,13 +113,21 @@ class _LaunchedStep(NamedTuple):
     """Ids of sequences whose KV it moves back in from swap memory."""
     snapshots: dict[int, StateSnapshot]
     """What rows copy of their states, by their sequences' ids."""
+    has_drafts: bool
 
     def drawn(self, result: StepResult) -> Many[SampledToken | None]:
-        """A token for each row, or None."""
-        if len(result.tokens) == len(self.rows):
+        """The first token of each row, or None."""
+        if len(result.tokens) == len(self.rows) and not self.has_drafts:
             return result.tokens
-        given = {token.sequence_id: token for token in result.tokens}
+        given = {token.sequence_id: token for token in reversed(result.tokens)}
         return [given.get(sequence.id) for sequence in self.rows]
+
+    def all_drawn(self, result: StepResult) -> dict[int, list[SampledToken]]:
+        """The tokens of sequences with drafts, by their ids."""
+        found: dict[int, list[SampledToken]] = {}
+        for token in result.tokens if self.has_drafts else ():
+            found.setdefault(token.sequence_id, []).append(token)
+        return found
 
 
 class Scheduler:
@@ -133,9 +144,14 @@ class Scheduler:
         model: ModelDescription,
         *,
         num_swap_blocks: tuple[int, int] = (0, 0),
+        drafter: Drafter | None = None,
     ):
-        """num_swap_blocks: as the runner has them, in host memory and on disk."""
-        self.sequences = SequenceTable(pool, SwapSpace(*num_swap_blocks))
+        """num_swap_blocks: as the runner has them, in host memory and on disk. drafter: in place of
+        the policy's."""
+        if drafter is None and policy.speculation == NgramDrafter.kind:
+            drafter = NgramDrafter()
+        swap = SwapSpace(*num_swap_blocks)
+        self.sequences = SequenceTable(pool, swap, drafter.forget if drafter else lambda gone: None)
         self.live_receivers = 1
         """Decode workers that share the pool of a prefill worker. Settable."""
         self.adapters: dict[str, None] = {}
@@ -152,9 +168,13 @@ class Scheduler:
             model.max_model_len if policy.first_token_only else self._max_positions
         )
         self._turns = TenantTurns(policy.quantum) if policy.quantum else None
-        self._cost = StepCost()
+        self._cost = StepCost(drafts=drafter is not None)
         self._prefill_cost = PrefillCost()
         self._budget = BlockBudget(pool, self.sequences, self._cost, policy)
+        self.speculation: Speculation | None = None
+        """Where sequences run, keep no state that drafts would change, and have a drafter."""
+        if drafter is not None and not policy.first_token_only and not pool.state_blocks:
+            self.speculation = Speculation(drafter, pool, policy, self._cost)
         self._reservation = Reservation()
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []
@@ -405,7 +425,14 @@ class Scheduler:
         if waiting or self.sequences.prefilling:
             input_chunks = self._fill(rows, waiting, inputs, restored, copies, now)
             rows = [s for s in rows if s.table is not None] + restored
-        chunks, context = next_chunks(rows)
+        prefill = sum(len(chunk.token_ids) for chunk in input_chunks)
+        drafts: dict[int, Many[int]] = {}
+        if self.speculation is not None and rows:
+            num_sampled = sum(len(chunk.samples) for chunk in input_chunks)
+            keep = self._budget.blocks_to_keep
+            drafts = self.speculation.choose(rows, num_sampled, prefill, keep)
+        chunks, context = next_chunks(rows, drafts)
+        num_drafts = sum(chunk.num_drafts for chunk in chunks) if drafts else 0
         snapshots = self._snapshots(rows, chunks) if self._pool.state_blocks else {}
         chunks += input_chunks
         if not chunks:
@@ -420,9 +447,9 @@ class Scheduler:
             tuple(copies),
             tuple(swapping.swap_out),
             tuple(swapping.swap_in),
-            StepWork(len(rows), context, sum(len(chunk.token_ids) for chunk in input_chunks)),
+            StepWork(len(rows), context, prefill, num_drafts),
         )
-        self._launch(plan.step, rows, inputs, restored, snapshots)
+        self._launch(plan.step, rows, inputs, restored, snapshots, has_drafts=num_drafts > 0)
         return plan
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -433,7 +460,7 @@ class Scheduler:
         # which a prompt is scored, take time that no other step's positions do.
         if plan.swap_out or plan.swap_in or plan.scores:
             return
-        if plan.work.prefill:
+        if plan.work.prefill and not plan.work.drafts:
             added_s = self._cost.added(plan.work, seconds)
             self._prefill_cost.observe(plan.chunks[plan.work.rows :], added_s)
         self._cost.observe(plan.work, seconds)
@@ -451,6 +478,7 @@ class Scheduler:
         running = SequenceState.RUNNING
         made = []
         stopped = []
+        several = launched.all_drawn(result)
         for sequence, token in zip(launched.rows, launched.drawn(result), strict=True):
             sequence.in_flight -= 1
             if sequence.state is not running:
@@ -459,6 +487,9 @@ class Scheduler:
                 stopped.append(sequence)
             if token is None:
                 self._without_token(sequence, launched, now)
+                continue
+            if sequence.drafts:
+                made.append(self._accept(sequence, several[sequence.id]))
                 continue
             tokens = sequence.accept(token.token_id, token.logprobs)
             made.append(tokens)
@@ -562,7 +593,10 @@ class Scheduler:
         """Running sequences whose next position can be computed now, with a block for it."""
         running: Collection[Sequence] = self.sequences.running.values()
         if self._launched:
-            running = [s for s in running if not s.in_flight or not s.serial]
+            running = [s for s in running if not s.in_flight or not (s.serial or s.drafts)]
+            if self.speculation is not None:
+                waiting = self.speculation.waiting(running)
+                running = [s for s in running if s.id not in waiting]
         ready = [s for s in running if s.num_computed_tokens < s.limit]
         if len(ready) < len(running):
             short = [s for s in running if s.limit <= s.num_computed_tokens < s.ceiling]
@@ -721,6 +755,8 @@ class Scheduler:
         inputs: list[_InputChunk],
         restored: list[Sequence],
         snapshots: dict[int, StateSnapshot],
+        *,
+        has_drafts: bool,
     ) -> None:
         """The planned step starts. Only from here on do its blocks stay when they are released."""
         self._step = step
@@ -733,7 +769,22 @@ class Scheduler:
                     self.sequences.run(chunk.group, awaited=True)
                     rows += chunk.group.sequences
         ids = frozenset(s.id for s in restored)
-        self._launched.append(_LaunchedStep(step, rows, inputs, ids, snapshots))
+        self._launched.append(_LaunchedStep(step, rows, inputs, ids, snapshots, has_drafts))
+
+    def _accept(self, sequence: Sequence, drawn: list[SampledToken]) -> ChoiceTokens:
+        """Takes what was drawn for a sequence with drafts."""
+        assert self.speculation is not None
+        size, drafts = self._pool.block_size, sequence.drafts
+        before = len(sequence.tokens) - 1
+        tokens = sequence.accept_with_drafts(drawn)
+        right = sum(a == b for a, b in zip(drafts, tokens.token_ids, strict=False))
+        self.speculation.took(len(drafts), right, tokens.saved_steps)
+        computed = len(sequence.tokens) - 1
+        if computed // size > before // size:
+            sequence.publish(self._pool, computed)
+        if tokens.finish_reason is not None:
+            self.sequences.end(sequence, SequenceEvent.FINISH)
+        return tokens
 
     def _computed(self, chunk: _InputChunk, result: StepResult, now: float) -> None:
         """KV of an input is there up to a position."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import collections.abc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
@@ -44,7 +44,15 @@ from batonlm.core.request.prompt_logprobs import (
     entries_bytes,
 )
 from batonlm.core.request.request import FinishReason
-from batonlm.core.scheduler.plan import PENDING, Chunk, Matcher, SampleRow, Scored, StepResult
+from batonlm.core.scheduler.plan import (
+    PENDING,
+    Chunk,
+    Matcher,
+    SampledToken,
+    SampleRow,
+    Scored,
+    StepResult,
+)
 
 
 class StopRule:
@@ -169,6 +177,7 @@ class Sequence:
         "chain",
         "confirmed",
         "copied_in",
+        "drafts",
         "id",
         "in_flight",
         "key",
@@ -181,6 +190,7 @@ class Sequence:
         "rule",
         "serial",
         "snapshot",
+        "speculates",
         "state",
         "table",
         "tokens",
@@ -216,8 +226,13 @@ class Sequence:
         """Launched steps that sample for it."""
         self.lost = False
         """Whether what those steps sample is worth nothing."""
+        self.drafts: Tokens[int] = ()
+        """Those behind its last token in the one launched step that samples for it."""
+        self.speculates = not attempt.no_speculation
+        """Whether drafts of its tokens may be computed."""
         self.num_computed_tokens = 0
-        """Positions that have KV once all launched steps are done: the next position to compute."""
+        """Positions that have KV once all launched steps are done: the next position to compute. Of
+        drafts in flight all count."""
         self.copied_in = 0
         """The step that copies into its table what a fork has of its own, if it samples nothing for
         it."""
@@ -288,6 +303,7 @@ class Sequence:
         """It has blocks and runs. awaited: a launched step samples its next token."""
         self.num_computed_tokens = computed
         self.in_flight = int(awaited)
+        self.drafts = ()
         self.lost = False
         self.settle(pool)
 
@@ -301,24 +317,41 @@ class Sequence:
     def sample_row(self) -> SampleRow:
         """The row of the token behind the launched ones. Its history is only valid until the step
         is applied."""
-        position = self.position + self.in_flight
-        banned = self.rule.banned(position)
         allowed = b""
         if self._matcher is not None:
             allowed = self._matcher.allowed(self.tokens, self._num_prompt)
-            # An answer that is complete has to end, however early.
-            if banned and not _leaves_some(allowed, banned):
-                banned = ()
-        return SampleRow(
+        history = self.tokens if self._sampling.needs_history else ()
+        return self._row(self.position + self.in_flight, allowed, history)
+
+    def chunk_with(self, drafts: Tokens[int]) -> Chunk:
+        """Its next position and drafts behind it, as far as its grammar allows them, for the step
+        that is planned now and launched next. None in flight samples for it."""
+        masks = [b""] * (len(drafts) + 1)
+        if self._matcher is not None:
+            masks = self._matcher.allowed_behind(self.tokens, self._num_prompt, drafts)
+        position, first = self.position, self.num_computed_tokens
+        history = self.tokens if self._sampling.needs_history else ()
+        rows = (self._row(position + i, mask, () if i else history) for i, mask in enumerate(masks))
+        self.drafts = drafts[: len(masks) - 1]
+        self.num_computed_tokens += len(masks)
+        self.in_flight = 1
+        return Chunk(
             self.id,
-            self.key.choice,
-            position,
-            self._sampling,
-            banned,
-            self.tokens if self._sampling.needs_history else (),
-            self._num_prompt,
-            allowed,
+            (*self._last, *self.drafts),
+            first,
+            self._extents,
+            tuple(rows),
+            adapter=self.adapter,
+            num_drafts=len(self.drafts),
         )
+
+    def _row(self, position: int, allowed: bytes, history: Tokens[int]) -> SampleRow:
+        banned = self.rule.banned(position)
+        # An answer that is complete has to end, however early.
+        if allowed and banned and not _leaves_some(allowed, banned):
+            banned = ()
+        fields = self.id, self.key.choice, position, self._sampling, banned
+        return SampleRow(*fields, history, self._num_prompt, allowed)
 
     def without_token(self) -> BatonError:
         """What went wrong when nothing could be drawn for it."""
@@ -344,7 +377,25 @@ class Sequence:
         if token_id in rule.end_ids or size >= rule.max_positions:
             end = rule.ends(position, token_id)
             return ChoiceTokens(self.key, position, last, added, *end)
-        return _made(ChoiceTokens, (self.key, position, last, added, None, None))
+        return _made(ChoiceTokens, (self.key, position, last, added, None, None, 0))
+
+    def accept_with_drafts(self, drawn: Iterable[SampledToken]) -> ChoiceTokens:
+        """Appends what was drawn behind its last token and behind its drafts, up to the first wrong
+        draft or the end of the choice. drawn: at least one."""
+        drafts, self.drafts = self.drafts, ()
+        made = []
+        for i, token in enumerate(drawn):
+            made.append(self.accept(token.token_id, token.logprobs))
+            ended = made[-1].finish_reason is not None
+            if ended or i >= len(drafts) or token.token_id != drafts[i]:
+                break
+        self.num_computed_tokens = len(self.tokens) - 1
+        return made[-1]._replace(
+            position=made[0].position,
+            token_ids=tuple(one.token_ids[0] for one in made),
+            logprobs=tuple(entry for one in made for entry in one.logprobs),
+            saved_steps=len(made) - 1,
+        )
 
     def publish(self, pool: BlockPool, end: int) -> None:
         """Puts its full blocks up to a position, which have KV now, into the prefix cache."""
@@ -400,9 +451,11 @@ def _leaves_some(allowed: bytes, banned: Iterable[int]) -> bool:
     return bits.count(0) < len(bits)
 
 
-def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
+def next_chunks(
+    sequences: Iterable[Sequence], drafts: Mapping[int, Tokens[int]]
+) -> tuple[list[Chunk], int]:
     """The next position of each, for the step that is planned now and launched next; and how many
-    positions they look back on together.
+    positions they look back on together. drafts: what some compute behind it, by sequence id.
 
     One loop for all, because a call for each would cost as much as what it does.
     """
@@ -410,6 +463,10 @@ def next_chunks(sequences: Iterable[Sequence]) -> tuple[list[Chunk], int]:
     context = 0
     for one in sequences:
         position, in_flight = one.num_computed_tokens, one.in_flight
+        if drafts and one.id in drafts:
+            chunks.append(one.chunk_with(drafts[one.id]))
+            context += position
+            continue
         num_prompt = one._num_prompt
         context += position
         end = position + 1

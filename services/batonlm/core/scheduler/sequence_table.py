@@ -9,7 +9,7 @@ leaves through `end`, which gives back all that it owns.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from batonlm.core.errors import NotFound
@@ -91,10 +91,17 @@ class WaitingQueue:
 
 
 class SequenceTable:
-    """swap: memory where those that wait may keep their KV."""
+    """swap: memory where those that wait may keep their KV. forget: called with the id of each
+    sequence that leaves."""
 
-    def __init__(self, pool: BlockPool, swap: SwapSpace):
+    def __init__(
+        self,
+        pool: BlockPool,
+        swap: SwapSpace,
+        forget: Callable[[int], object] = lambda sequence_id: None,
+    ):
         self._pool = pool
+        self._forget = forget
         self.swap = swap
         self.waiting = WaitingQueue()
         self.prefilling: list[SequenceGroup] = []
@@ -269,6 +276,7 @@ class SequenceTable:
                 self._remove(group, waits)
         sequence.release_table(self._pool)
         self._drop_key(sequence)
+        self._forget(sequence.id)
 
     def check(self) -> None:
         """Raises InvariantBroken unless all that is owned belongs to a sequence here."""

@@ -9,6 +9,7 @@ growth of a position's cost with its context is not modelled: it is averaged ove
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from batonlm.core.routing.load import reads
@@ -16,6 +17,8 @@ from batonlm.core.scheduler.plan import Chunk, StepWork
 
 _KEEP = 0.99
 """Weight that evidence keeps with each newer one: the fit looks at some hundred of them."""
+_KEEP_WITH_DRAFTS = 0.9
+"""Less, so that after a while without drafts a few show what one takes now."""
 
 _REFIT_EVERY = 8
 _PULL = 1e-4
@@ -30,7 +33,9 @@ class Regression:
     measured.
     """
 
-    def __init__(self, num_terms: int) -> None:
+    def __init__(self, num_terms: int, keep: float = _KEEP) -> None:
+        """keep: the weight that evidence keeps with each newer one."""
+        self._keep = keep
         self._products = [[0.0] * num_terms for _ in range(num_terms)]
         self._sums = [0.0] * num_terms
         self.weights = (0.0,) * num_terms
@@ -39,14 +44,16 @@ class Regression:
         self._unfitted = 0
         self._seen = 0
 
-    def observe(self, terms: Sequence[float], value: float) -> None:
+    def observe(self, terms: Sequence[float], value: float, *, at_once: bool = False) -> None:
+        """at_once: the weights are those of all that was observed, and not a little older."""
+        keep = self._keep
         for i, row in enumerate(self._products):
-            self._sums[i] = _KEEP * self._sums[i] + terms[i] * value
+            self._sums[i] = keep * self._sums[i] + terms[i] * value
             for j, term in enumerate(terms):
-                row[j] = _KEEP * row[j] + terms[i] * term
+                row[j] = keep * row[j] + terms[i] * term
         self._unfitted += 1
         self._seen += 1
-        if self._unfitted >= _REFIT_EVERY or self._seen < _REFIT_EVERY:
+        if at_once or self._unfitted >= _REFIT_EVERY or self._seen < _REFIT_EVERY:
             self._unfitted = 0
             self.weights = _fit(self._products, self._sums)
 
@@ -169,8 +176,16 @@ _RENEW = 0.2
 class StepCost:
     """How long a step will take, in seconds. Until a kind of work was seen it costs nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, drafts: bool = False) -> None:
+        """drafts: whether steps may have some."""
+        self._drafts = drafts
         self._decode = Regression(3)
+        self._with_drafts: dict[int, Regression] = {}
+        """By the class of a step's rows: of a step, a position that rows look back on, a draft."""
+        self._warming: dict[int, int] = {}
+        """By the class, how many of its first steps with drafts still teach nothing."""
+        self._num_measured: Counter[int] = Counter()
+        """By the class, steps with drafts that taught something."""
         self.prefill_position_s: float | None = None
         """Of one prefilled position; None until there was one."""
 
@@ -182,6 +197,10 @@ class StepCost:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step took so long."""
+        if self._drafts:
+            self._observe_drafts(work, seconds)
+        if work.drafts:
+            return
         if work.prefill:
             added = self.added(work, seconds) / work.prefill
             known = self.prefill_position_s
@@ -194,8 +213,48 @@ class StepCost:
         return max(0.0, seconds - self._decode.predict(_terms(work)))
 
     def predict(self, work: StepWork) -> float:
-        """Seconds that a step with this work will take."""
+        """Seconds that a step with this work, drafts apart, will take."""
         return self._decode.predict(_terms(work)) + work.prefill * (self.prefill_position_s or 0.0)
+
+    @staticmethod
+    def class_of(rows: int) -> int:
+        """Steps of similar numbers of rows are of one class: what one position more takes depends
+        on how many there are."""
+        return rows.bit_length()
+
+    def with_drafts(self, work: StepWork) -> tuple[float, float]:
+        """Seconds of a step with this work, and of one draft in it, 0 until there was one.
+
+        A class that had none borrows from the nearest below that had."""
+        size = self.class_of(work.rows)
+        known = self._with_drafts.get(size)
+        if known is None:
+            step_s = self.predict(work)
+        else:
+            step_s = known.predict((1.0, float(work.context), 0.0))
+            step_s += work.prefill * (self.prefill_position_s or 0.0)
+        measured = (s for s in range(size, 0, -1) if self.knows_drafts(s))
+        found = next(measured, None)
+        return step_s, 0.0 if found is None else self._with_drafts[found].weights[2]
+
+    def knows_drafts(self, size: int) -> bool:
+        """Whether drafts were measured in steps of this class."""
+        return self._num_measured[size] > 0
+
+    def _observe_drafts(self, work: StepWork, seconds: float) -> None:
+        if work.prefill:
+            return
+        size = self.class_of(work.rows)
+        left = self._warming.setdefault(size, WARM_UP)
+        if work.drafts and left:
+            self._warming[size] = left - 1
+            return
+        known = self._with_drafts.get(size)
+        if known is None:
+            known = self._with_drafts[size] = Regression(3, _KEEP_WITH_DRAFTS)
+        terms = 1.0, float(work.context), float(work.drafts)
+        known.observe(terms, seconds, at_once=work.drafts > 0)
+        self._num_measured[size] += work.drafts > 0
 
     def most_prefill(self, rows: int, context: int, within_s: float) -> int | None:
         """How many positions can be prefilled next to these rows within a time, at least 0; None
