@@ -54,7 +54,7 @@ def disturbed() -> RequestRecord:
     told.clock.enter(Stage.PREFILL, 1.2)
     told.clock.enter(Stage.DECODE, 1.5)
     over(told)
-    told.choices = (ChoiceEnd(7, FinishReason.STOP),)
+    told.choices = (ChoiceEnd(7, FinishReason.STOP, saved_steps=4),)
     return told
 
 
@@ -70,7 +70,7 @@ def test_the_picture_says_what_happened() -> None:
     said = drawn(disturbed())
     for part in (
         "abc  text of m: finished after 2000.0 ms",
-        "prompt 90 tokens, 2 of them cached; output 7 (stop)",
+        "prompt 90 tokens, 2 of them cached; output 7 (stop), 4 of them from drafts",
         "decode             1500.0 ms",
         "attempt 0 failed",
         "pppppppp 10.0.0.1:5  queued 10.0 ms, computed 200.0 ms, 64 tokens cached",

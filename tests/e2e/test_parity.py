@@ -31,12 +31,14 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "loopback": (("--transport", "loopback"), {}),
     "loopback, chunks of 37": (("--transport", "loopback"), {"BATON_STEP_TOKENS": "37"}),
     "local prefill": (("--prefill", "0"), {}),
+    "drafts": (("--speculation", "ngram"), {}),
 }
 DEFAULT = ("bundled", "nixl")
 DEEP = [
     ("gemma3", "loopback, chunks of 37"),
     ("qwen3_moe", "local prefill"),
     ("deepseek_v3", "nixl, chunks of 37"),
+    ("bundled", "drafts"),
 ]
 # What an architecture can get wrong on its way through the processes is its KV's shape and which
 # positions are read, so each meets the odd chunks over NIXL and one other way.

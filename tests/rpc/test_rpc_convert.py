@@ -83,6 +83,7 @@ def attempts(draw: st.DrawFn) -> Attempt:
         tenant=draw(name),
         weight=draw(st.floats(0.001, 1000)),
         grammar=draw(st.none() | st.builds(Grammar, st.sampled_from(GrammarKind), name)),
+        no_speculation=draw(st.booleans()),
     )
 
 
@@ -98,6 +99,7 @@ def choice_tokens(draw: st.DrawFn) -> ChoiceTokens:
         logprobs=tuple(draw(logprobs) for _ in ids) if draw(st.booleans()) else (),
         finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
         stop_token_id=draw(st.none() | token_id),
+        saved_steps=draw(st.just(0) | uint32),
     )
 
 

@@ -170,6 +170,8 @@ def _tokens(request: Explained) -> str:
     if request.choices:
         ends = ", ".join(f"{c.output_tokens} ({c.finish_reason or 'cut'})" for c in request.choices)
         text += f"; output {ends}"
+        if saved := sum(c.saved_steps for c in request.choices):
+            text += f", {saved} of them from drafts"
     if request.kv_bytes:
         text += f"; {_bytes(request.kv_bytes)} of KV handed over"
     return text

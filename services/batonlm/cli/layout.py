@@ -88,6 +88,8 @@ class UpOptions:
     quantize: str = "none"
     kv_cache_dtype: str = "auto"
     """The workers' option."""
+    speculation: str = "off"
+    """The decode workers' option."""
     device: str = "auto"
     """The workers' option."""
     threads: int = 0
@@ -205,7 +207,7 @@ _OWN = {
     for name in (
         *("prefill", "decode", "tokenizer", "detokenizer", "max_model_len", "kv_memory_mib"),
         *("tensor_parallel", "pipeline_parallel"),
-        *("dtype", "quantize", "kv_cache_dtype", "device"),
+        *("dtype", "quantize", "kv_cache_dtype", "device", "speculation"),
     )
 }
 """The options that one of several models may have for itself."""
@@ -454,7 +456,10 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
         if role in ENGINE_ROLES:
             for model, own in zip(models, numbers, strict=True):
                 flags = _engine_flags(model, own, threads)
-                more = options.decode_flags if role == "decode" else ()
+                more: tuple[str, ...] = ()
+                if role == "decode":
+                    drafts = "--speculation", model.options.speculation
+                    more = (*drafts, *options.decode_flags)
                 fork = own.forks and engines > 1
                 wanted += [(role, model.name, (*flags, *more), fork)] * getattr(model.options, role)
         else:

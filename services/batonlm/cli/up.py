@@ -249,6 +249,13 @@ def add_parser(subparsers: Any) -> None:
         "(default %(default)s: --dtype)",
     )  # fmt: skip
     parser.add_argument(
+        "--speculation",
+        choices=("off", "ngram"),
+        default=defaults.speculation,
+        help="draft the next tokens of texts that repeat themselves, where that saves time; the "
+        "tokens are the same (default %(default)s)",
+    )
+    parser.add_argument(
         "--device", default=defaults.device, metavar="NAME",
         help="where prefill and decode compute: auto, cpu, cuda, cuda:N, GPU-UUID, MIG-UUID "
         "(default auto: GPUs where there are some, evenly)",

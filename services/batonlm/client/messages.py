@@ -55,6 +55,8 @@ class Options(TypedDict, total=False):
     priority: int
     cache_salt: str
     """Requests share cached KV only with requests of the same salt."""
+    no_speculation: bool
+    """Compute no drafts of the answer, also where workers do that. They change no token."""
     event_ids: bool
     """A stream that breaks off goes on where it was, at whichever router answers next. Default: as
     the client's argument `resume` says."""

@@ -32,6 +32,8 @@ class SequenceLog:
     stop_token_id: int | None = None
     sent: int = 0
     """How many of the tokens were sent."""
+    saved_steps: int = 0
+    """Of the tokens that are not sent. Those that are sent again have none."""
     end_sent_at: float | None = None
     """When the end of the sequence was last sent, by the monotonic clock."""
     migrated_out: pb.SequenceHandedOver | None = None
@@ -43,11 +45,13 @@ class SequenceLog:
         self.logprobs.extend(tokens.logprobs)
         self.finish_reason = tokens.finish_reason
         self.stop_token_id = tokens.stop_token_id
+        self.saved_steps += tokens.saved_steps
 
     def take_unsent(self, now: float) -> ChoiceTokens | None:
         if self.sent == len(self.token_ids):
             return None
         first, self.sent = self.sent, len(self.token_ids)
+        saved_steps, self.saved_steps = self.saved_steps, 0
         if self.finish_reason is not None:
             self.end_sent_at = now
         return ChoiceTokens(
@@ -57,6 +61,7 @@ class SequenceLog:
             logprobs=self.logprobs[first:],
             finish_reason=self.finish_reason,
             stop_token_id=self.stop_token_id,
+            saved_steps=saved_steps,
         )
 
 

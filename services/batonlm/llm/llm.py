@@ -103,6 +103,7 @@ class EngineOptions(TypedDict, total=False):
     kv_memory_mib: int
     memory_share: float
     swap_host_mib: int
+    speculation: str
     tensor_parallel: int
     pipeline_parallel: int
     adapters: Mapping[str, str | Path]

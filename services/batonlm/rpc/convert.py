@@ -284,6 +284,8 @@ def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
         message.finish_reason = finish_reason_to_proto(tokens.finish_reason)
     if tokens.stop_token_id is not None:
         message.stop_token_id = tokens.stop_token_id
+    if tokens.saved_steps:
+        message.saved_steps = tokens.saved_steps
     return message
 
 
@@ -292,7 +294,8 @@ def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") ->
     token_ids = token_ids_from_bytes(message.token_ids, f"{field}.token_ids")
     # The fast path: nearly all messages hold token ids only.
     if not (message.logprobs or message.finish_reason or message.HasField("stop_token_id")):
-        return ChoiceTokens(key, message.position, token_ids)
+        saved_steps = message.saved_steps
+        return ChoiceTokens(key, message.position, token_ids, saved_steps=saved_steps)
     if message.logprobs and len(message.logprobs) != len(token_ids):
         raise InvalidArgument("must have one entry a token, or none", field=f"{field}.logprobs")
     return ChoiceTokens(
@@ -302,6 +305,7 @@ def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") ->
         logprobs=tuple(_logprobs_from_proto(entry) for entry in message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason, f"{field}.finish_reason"),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        saved_steps=message.saved_steps,
     )
 
 

@@ -254,6 +254,16 @@ PREEMPTIONS = Spec(
     "Sequences that gave up their blocks and wait again, by what became of their KV.",
     ("kind",),
 )
+DRAFTS = Spec(
+    "baton_drafts_total",
+    "Drafts that were computed, and those of them that were right, by where they came from.",
+    ("kind", "outcome"),
+)
+SAVED_STEPS = Spec(
+    "baton_saved_steps_total",
+    "Steps that sequences would have taken more without drafts, by where these came from.",
+    ("kind",),
+)
 HANDOVERS = Spec("baton_handovers_total", "Hand-overs that ended.", ("side", "outcome"))
 HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-overs.", ("side",))
 KV_SOURCE = Spec(

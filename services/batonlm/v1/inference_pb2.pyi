@@ -278,6 +278,7 @@ class GenerationOptions(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     EVENT_IDS_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    NO_SPECULATION_FIELD_NUMBER: _builtins.int
     n: _builtins.int
     """Number of choices, 1 to 16. Default 1."""
     return_token_ids: _builtins.bool
@@ -298,6 +299,8 @@ class GenerationOptions(_message.Message):
     """Continue a stream after this event: the rest of the request, and the tenant, must be those that
     began it. The first event is a new `accepted`; deltas have what the client has not, with ids.
     """
+    no_speculation: _builtins.bool
+    """Compute no drafts of its tokens, also where workers do that. They change none."""
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """How to sample."""
@@ -323,10 +326,11 @@ class GenerationOptions(_message.Message):
         cache_salt: _builtins.str = ...,
         event_ids: _builtins.bool = ...,
         last_event_id: _builtins.str = ...,
+        no_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "n", b"n", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "event_ids", b"event_ids", "keep_special_tokens", b"keep_special_tokens", "last_event_id", b"last_event_id", "n", b"n", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "cache_salt", b"cache_salt", "event_ids", b"event_ids", "keep_special_tokens", b"keep_special_tokens", "last_event_id", b"last_event_id", "n", b"n", "no_speculation", b"no_speculation", "priority", b"priority", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015

@@ -452,6 +452,7 @@ class ChoiceTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    SAVED_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     choice: _builtins.int
@@ -466,6 +467,8 @@ class ChoiceTokens(_message.Message):
     """Set when the last token here ends the choice."""
     stop_token_id: _builtins.int
     """The token that ended the choice, if one did (it is the last of token_ids)."""
+    saved_steps: _builtins.int
+    """How many steps more these tokens would have taken without drafts."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One entry a token, or none when not asked for."""
@@ -481,10 +484,11 @@ class ChoiceTokens(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_token_id: _builtins.int | None = ...,
+        saved_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "attempt", b"attempt", "choice", b"choice", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "position", b"position", "request_id", b"request_id", "saved_steps", b"saved_steps", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -862,6 +866,7 @@ class Attempt(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    NO_SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -886,6 +891,8 @@ class Attempt(_message.Message):
     """How many alternatives to tell with the log-probability of each prompt token; absent: tell none."""
     adapter: _builtins.str
     """Digest of the LoRA adapter to compute with; empty: the model alone."""
+    no_speculation: _builtins.bool
+    """Compute no drafts of its tokens, also where the worker does that. They change none."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choices that run, all from the same input."""
@@ -921,10 +928,11 @@ class Attempt(_message.Message):
         grammar: Global___Grammar | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         adapter: _builtins.str = ...,
+        no_speculation: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "no_speculation", b"no_speculation", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

@@ -263,6 +263,12 @@ class DecodeConfig(WorkerOptions):
         0, "disk space for KV of preempted sequences", unit="MiB", minimum=0
     )
     swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
+    speculation: str = option(
+        "off",
+        "draft the next tokens of sequences whose text repeats itself (ngram), where that saves "
+        "time; the tokens are the same",
+        choices=("off", "ngram"),
+    )
 
     @property
     def policy(self) -> SchedulerPolicy:
@@ -273,4 +279,5 @@ class DecodeConfig(WorkerOptions):
             prefill_budget=self.step_tokens,
             target_step_s=self.inter_token_ms / 1000,
             limit=self.queue_limit,
+            speculation=self.speculation,
         )

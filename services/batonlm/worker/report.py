@@ -68,6 +68,9 @@ class WorkerReport:
         metrics.gauge(metrics.WAITING_TOKENS, lambda: {(): self.engine.load.waiting_tokens})
         metrics.gauge(metrics.LEAKS, self._leaks)
         metrics.totals(metrics.PREEMPTIONS, lambda: _by_kind(self.scheduler.preemptions))
+        if self.scheduler.speculation is not None:
+            metrics.totals(metrics.DRAFTS, self._drafts)
+            metrics.totals(metrics.SAVED_STEPS, self._saved_steps)
         metrics.gauge(metrics.ATTEMPTS_HERE, lambda: {(): self.service.num_attempts})
         mismatches = self.stats.mismatches
         metrics.totals(metrics.KV_CHUNKS_REFUSED, lambda: {(k,): mismatches[k] for k in MISMATCHES})
@@ -108,6 +111,20 @@ class WorkerReport:
     def _sequences(self) -> Gauge:
         load = self.engine.load
         return {("waiting",): load.waiting_sequences, ("running",): load.running_sequences}
+
+    def _drafts(self) -> Gauge:
+        speculation = self.scheduler.speculation
+        assert speculation is not None
+        kind = speculation.drafter.kind
+        return {
+            (kind, "computed"): speculation.drafted,
+            (kind, "accepted"): speculation.accepted,
+        }
+
+    def _saved_steps(self) -> Gauge:
+        speculation = self.scheduler.speculation
+        assert speculation is not None
+        return {(speculation.drafter.kind,): speculation.saved_steps}
 
     def _probes(self) -> Gauge:
         return {labels: number for labels, number in dict(self.stats.probes).items()}

@@ -211,6 +211,8 @@ class ChoiceEnd:
     """None when the choice had not ended before the request did."""
     stop_string: bool = False
     """Whether a stop string ended it."""
+    saved_steps: int = 0
+    """How many steps more its tokens would have taken without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,8 @@ class RequestRecord:
         self.times, self.clock = self.clock.times(), None
         self.cached_tokens = cached_tokens
         self.choices = tuple(
-            ChoiceEnd(len(log), log.finish_reason, log.stop_string is not None) for log in logs
+            ChoiceEnd(len(log), log.finish_reason, log.stop_string is not None, log.saved_steps)
+            for log in logs
         )
         if isinstance(error, BatonError):
             self.failure = Failure(error.reason, error.message[:MAX_TEXT])

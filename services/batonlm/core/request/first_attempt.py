@@ -121,6 +121,7 @@ def first_attempt(
         weight=request.tenant.weight,
         grammar=request.grammar,
         adapter=adapter,
+        no_speculation=request.no_speculation,
     )
 
 

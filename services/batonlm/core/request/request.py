@@ -256,6 +256,8 @@ class Request:
     resumable: bool = False
     """Whether another run of the request may continue its stream, so that it has to be one that any
     router can repeat."""
+    no_speculation: bool = False
+    """Whether workers compute no drafts of its tokens."""
     resumes: StreamPosition | None = None
     """What the client has of an earlier run's stream, which this one continues."""
     keyed_stream_id: str = ""

@@ -396,6 +396,7 @@ def _request(
         deadline_s=deadline_s,
         grammar=_grammar(options.structured_output),
         resumable=options.event_ids,
+        no_speculation=options.no_speculation,
     )
 
 

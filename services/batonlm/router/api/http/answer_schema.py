@@ -576,10 +576,12 @@ class OllamaError(StrictStruct):
 
 
 class ExplainedChoice(StrictStruct):
-    """finish_reason: null for one that had not ended when the request did."""
+    """finish_reason: null for one that had not ended when the request did. saved_steps: how many
+    more it would have taken without drafts."""
 
     output_tokens: int
     finish_reason: FinishReasonWord | None
+    saved_steps: int = 0
 
 
 class ExplainedError(StrictStruct):

@@ -121,6 +121,7 @@ def _choices(record: RequestRecord) -> list[Json]:
     return [
         {
             "output_tokens": choice.output_tokens,
+            "saved_steps": choice.saved_steps,
             "finish_reason": FINISH_REASONS[choice.finish_reason] if choice.finish_reason else None,
         }
         for choice in record.choices

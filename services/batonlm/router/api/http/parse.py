@@ -307,6 +307,7 @@ def _call(
         "prompt_logprobs": prompt_logprobs,
         "truncation_side": body.truncation_side or "left",
         "grammar": grammar,
+        "no_speculation": body.speculation == "off",
     }
     if isinstance(body.stop_strings, str):
         given["stop_strings"] = (body.stop_strings,)

@@ -131,6 +131,8 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    # Baton's own
+    speculation: Literal["on", "off"] | None = None
     request_id: str | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
@@ -420,6 +422,7 @@ REFUSED_ELSEWHERE: Mapping[str, tuple[object, ...]] = {
             "request_id",
             "return_token_ids",
             "return_tokens_as_token_ids",
+            "speculation",
             "stream_options",
         )
     },
