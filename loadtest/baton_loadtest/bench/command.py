@@ -24,6 +24,7 @@ BENCHMARKS = {
     "compiled": "the scheduler and the KV cache with compiled modules against the same sources "
     "interpreted (a minute)",
     "batching": "continuous against static batching, one engine (3 minutes)",
+    "speculation": "what drafts gain where a text repeats itself, and cost where not (9 minutes)",
     "stalls": "what arriving long prompts do to sequences that run (4 minutes)",
     "kv": "what a hand-over costs, and what of it is hidden (3 minutes)",
     "ranks": "a model on several ranks of this machine, and what their machinery costs a step "
