@@ -43,8 +43,8 @@ LOG_S = 10.0
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """Two of every worker; drafts are in flight when they die."""
     flags = ("--tokenizer", "2", "--prefill", "2", "--decode", "2", "--detokenizer", "2")
-    flags += ("--speculation", "ngram")
-    running = Relay(tmp_path_factory.mktemp("pair"), *flags)
+    drafts = ("--speculation", "ngram")
+    running = Relay(tmp_path_factory.mktemp("pair"), *flags, *drafts)
     yield running
     running.close()
 

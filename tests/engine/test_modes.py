@@ -349,7 +349,7 @@ class Crowd:
         *,
         seed: int,
         depth: int,
-        drafter: Foretold | None,
+        drafter: Foretold | None = None,
     ):
         self.numbers = random.Random(seed)
         self.loop = decode_loop(runner, FEW, depth=depth, drafter=drafter)

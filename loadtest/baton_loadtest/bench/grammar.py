@@ -151,6 +151,11 @@ class _TimedMatcher:
         self._masks.append(time.perf_counter() - began)
         return mask
 
+    def allowed_behind(
+        self, tokens: Sequence[int], first: int, drafts: Sequence[int]
+    ) -> list[bytes]:
+        return self._matcher.allowed_behind(tokens, first, drafts)
+
 
 def _answer(
     runner: ModelRunner, grammars: Sequence[_TimedGrammar], job: dict[str, Any]
