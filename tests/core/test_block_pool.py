@@ -322,3 +322,64 @@ def test_check_notices_broken_books() -> None:
     table.extend([3])
     with pytest.raises(InvariantBroken):
         pool.check()
+
+
+def units_of(pool: BlockPool, count: int = 100, *, everything: bool = False) -> list[int]:
+    """The first positions of what is spilled."""
+    return [unit.name.first_position for unit in pool.spill(count, everything=everything)]
+
+
+def test_what_is_evicted_next_is_spilled_once_after_each_use() -> None:
+    pool = BlockPool(40, 16)
+    tokens = list(range(64 * 4 + 20))
+    chain = chain_of(tokens, 16)
+    table = pool.allocate(blocks_for(len(tokens), 16))
+    assert table is not None
+    pool.publish(table, chain, len(tokens) // 16)
+    assert not units_of(pool, everything=True), "it is in use"
+    pool.release(table)
+    # Half of the pool can be taken without a loss.
+    assert not units_of(pool)
+    other = allocated(pool, 16)
+    assert units_of(pool, 2) == [192, 128]
+    assert units_of(pool) == [64]
+    assert units_of(pool) == []
+    pool.check()
+    assert units_of(pool, everything=True) == [0]
+    again = pool.allocate(9, chain, 8)
+    assert again is not None and again.num_cached == 8
+    pool.release(again)
+    assert units_of(pool, everything=True) == [64, 0]
+    pool.release(other)
+    pool.check()
+
+
+def test_what_is_spilled_is_not_intact_once_any_of_it_is_evicted() -> None:
+    pool = BlockPool(16, 16)
+    tokens = list(range(64 * 3))
+    chain = chain_of(tokens, 16)
+    table = pool.allocate(12)
+    assert table is not None
+    pool.publish(table, chain, 12)
+    pool.release(table)
+    units = pool.spill(3, everything=True)
+    assert [unit.name.unit for unit in units] == [chain.links[end].units[0] for end in (11, 7, 3)]
+    assert units[1].extents == tuple((block, 1) for block in table.blocks[4:8])
+    assert units[1].name.parent == chain.links[3].units[0]
+    assert units[2].name.parent == units[2].name.namespace
+    allocated(pool, 5)
+    assert [unit.intact for unit in units] == [False, True, True]
+    # The end of the second one goes as well, and it cannot be spilled without it.
+    allocated(pool, 4)
+    assert [unit.intact for unit in units] == [False, False, True]
+    pool.check()
+
+
+def test_units_that_do_not_end_with_blocks_are_not_spilled() -> None:
+    pool = BlockPool(16, 48)
+    tokens = list(range(48 * 8))
+    table = pool.allocate(8)
+    assert table is not None
+    pool.publish(table, chain_of(tokens, 48), 8)
+    pool.release(table)
+    assert not pool.spill(10, everything=True)

@@ -112,6 +112,7 @@ def test_what_was_asked_for_is_taken_or_refused() -> None:
     assert refused(num_blocks=10_000).field == "num_blocks"
     assert refused(kv_memory_bytes=80 * MIB, swap_host_bytes=20 * MIB).field == "kv_memory_bytes"
     assert plan(kv_memory_bytes=80 * MIB, swap_host_bytes=20 * MIB, device="cuda").num_blocks
+    assert refused(kv_memory_bytes=80 * MIB, prefix_host_bytes=20 * MIB).field == "kv_memory_bytes"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def serve(
             parts.receiver,
             parts.grammars,
             tracer=parts.tracer,
+            tiers=parts.tiers,
         )
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): len(made.sessions)})
         servicer = DecodeServicer(made, parts.engine, parts.identity)

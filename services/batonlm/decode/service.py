@@ -46,6 +46,7 @@ from batonlm.worker.service import (
     STAGE_TIME,
     AttemptService,
 )
+from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
 log = logging.getLogger(__name__)
 
@@ -185,10 +186,17 @@ class DecodeService(AttemptService[DecodeAttempt]):
         handover_timeout_s: float = HANDOVER_TIMEOUT_S,
         resume_window_s: float = RESUME_WINDOW_S,
         tracer: Tracer = OFF,
+        tiers: PrefixTiers | None = None,
     ) -> None:
         """resume_window_s: how long a router's sequences are kept after its stream broke."""
         super().__init__(
-            engine, sender, receiver, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine,
+            sender,
+            receiver,
+            grammars,
+            handover_timeout_s=handover_timeout_s,
+            tracer=tracer,
+            tiers=tiers,
         )
         self.sessions: dict[str, RouterSession] = {}
         """By router instance id; kept for resume_window_s after the stream broke."""
@@ -349,6 +357,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         await self._prefixes.close()
         await self._sender.close()
         await self._receiver.close()
+        if self._tiers is not None:
+            await self._tiers.close()
 
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
         running = self.attempts.values()
@@ -381,6 +391,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 grammar = None
             else:
                 grammar = await self._grammars.compiled(running.attempt.grammar)
+            if self._tiers is not None and running.resumes is None and running.source is None:
+                await self._tiers.restore(running.attempt)
             if running.prefix_sender is not None:
                 about = named(key.request_id, running.trace_id)
                 running.prefix_collected = await self._prefixes.collect(

@@ -36,6 +36,7 @@ _AT_LEAST_0 = (
     "kv_memory_bytes",
     "swap_host_bytes",
     "swap_disk_bytes",
+    "prefix_host_bytes",
     "adapter_memory_bytes",
     "adapter_host_bytes",
 )
@@ -86,6 +87,8 @@ class EngineConfig:
     """The same of a file."""
     swap_folder: str = ""
     """Where that file is made; "" is the system's folder for temporary files."""
+    prefix_host_bytes: int = 0
+    """Of host memory, for KV that is in the prefix cache no more; only left free here."""
     adapter_memory_bytes: int = 0
     """Of the device's memory, for adapters that are ready to compute; 0: none are loaded."""
     adapter_host_bytes: int = 0

@@ -79,6 +79,8 @@ class MemoryPlan:
     """Positions of the longest sequence that was asked for."""
     adapter_bytes: int = 0
     """For adapters; on a CPU also those that are not ready to compute."""
+    prefix_host_bytes: int = 0
+    """Of host memory, for KV that is in the prefix cache no more."""
     state_blocks: int = 0
     """Blocks that each sequence takes beside those of its positions, for its state."""
 
@@ -135,9 +137,9 @@ class MemoryPlan:
     @property
     def taken_bytes(self) -> int:
         """Of the device's memory; what is swapped out of a GPU is in the host's."""
-        swap = self.swap_host_bytes if self.device == "cpu" else 0
+        in_host = self.swap_host_bytes + self.prefix_host_bytes if self.device == "cpu" else 0
         others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
-        return others + self.kv_bytes + swap
+        return others + self.kv_bytes + in_host
 
     @property
     def left_bytes(self) -> int:
@@ -165,6 +167,11 @@ class MemoryPlan:
                 "swap",
                 f"{size(self.swap_host_bytes)} in host memory, "
                 f"{size(self.swap_disk_bytes)} on disk",
+            ),
+            *(
+                [("prefixes", f"{size(self.prefix_host_bytes)} in host memory beside the pool")]
+                if self.prefix_host_bytes
+                else []
             ),
             ("left", size(self.left_bytes)),
         ]
@@ -209,6 +216,7 @@ def plan_memory(
         swap_disk_blocks=config.swap_disk_bytes // block_bytes,
         model_len=model_len,
         adapter_bytes=_adapter_bytes(config, device),
+        prefix_host_bytes=config.prefix_host_bytes,
         state_blocks=blocks_for(state_positions, config.block_size),
     )
     field, blocks = _blocks(config, plan)
@@ -286,6 +294,8 @@ def _sum(plan: MemoryPlan) -> str:
         parts.append(f"adapters {size(plan.adapter_bytes)}")
     if plan.device == "cpu" and plan.swap_host_bytes:
         parts.append(f"swap memory {size(plan.swap_host_bytes)}")
+    if plan.device == "cpu" and plan.prefix_host_bytes:
+        parts.append(f"evicted prefixes {size(plan.prefix_host_bytes)}")
     return " + ".join(parts)
 
 

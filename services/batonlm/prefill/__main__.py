@@ -49,6 +49,7 @@ def serve(
             parts.receiver,
             parts.grammars,
             tracer=parts.tracer,
+            tiers=parts.tiers,
         )
         servicer = PrefillServicer(made, parts.identity.instance_id)
         return made, Service(

@@ -51,6 +51,7 @@ from batonlm.worker.service import (
     STAGE_TIME,
     AttemptService,
 )
+from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
 LIVE_S = 60.0
 MAX_KNOWN = 1024
@@ -121,9 +122,16 @@ class PrefillService(AttemptService[PrefillAttempt]):
         *,
         handover_timeout_s: float = HANDOVER_TIMEOUT_S,
         tracer: Tracer = OFF,
+        tiers: PrefixTiers | None = None,
     ) -> None:
         super().__init__(
-            engine, sender, receiver, grammars, handover_timeout_s=handover_timeout_s, tracer=tracer
+            engine,
+            sender,
+            receiver,
+            grammars,
+            handover_timeout_s=handover_timeout_s,
+            tracer=tracer,
+            tiers=tiers,
         )
         self._receivers = LiveReceivers()
         self._cancelled_early: OrderedDict[AttemptKey, None] = OrderedDict()
@@ -196,6 +204,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._receiver.close()
+        if self._tiers is not None:
+            await self._tiers.close()
 
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
         """The attempts without a hand-over; the others count on their decode worker."""
@@ -213,8 +223,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
                 if handover_id:
                     self._offer(running, handover_id, decode_instance_id)
-                if running.prefix_sender is not None:
-                    await self._collect_prefix(running, running.prefix_sender)
+                if running.prefix_sender is not None or self._tiers is not None:
+                    await self._bring_prefix(running)
                 grammar = await self._grammars.compiled(attempt.grammar)
                 if running.over:
                     # Its blocks were freed already; those that it got now would stay.
@@ -240,14 +250,19 @@ class PrefillService(AttemptService[PrefillAttempt]):
             self._meter.made(running.router, attempt, len(attempt.choices))
         return first
 
-    async def _collect_prefix(self, running: PrefillAttempt, sender: WorkerIdentity) -> None:
-        """Returns when it has come, as far as it does, or when the attempt is ended early."""
+    async def _bring_prefix(self, running: PrefillAttempt) -> None:
+        """Brings the beginning of its input into the cache, from tiers and then from another
+        worker. Returns when it has come, as far as it does, or when the attempt is ended early."""
 
-        async def collect() -> None:
-            about = named(running.attempt.request_id, running.span.context.trace_id)
-            running.prefix_collected = await self._prefixes.collect(running.attempt, sender, about)
+        async def bring() -> None:
+            if self._tiers is not None:
+                await self._tiers.restore(running.attempt)
+            if (sender := running.prefix_sender) is not None:
+                about = named(running.attempt.request_id, running.span.context.trace_id)
+                collected = await self._prefixes.collect(running.attempt, sender, about)
+                running.prefix_collected = collected
 
-        collecting = self._spawn(collect())
+        collecting = self._spawn(bring())
         either: tuple[asyncio.Future[Any], ...] = (collecting, running.first)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

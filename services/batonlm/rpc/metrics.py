@@ -247,6 +247,22 @@ PREFIX_COLLECTS = Spec(
     "Prefixes that were to come from another worker's cache, by how that ended.",
     ("outcome",),
 )
+RESTORED_TOKENS = Spec(
+    "baton_prefix_restored_tokens_total",
+    "Input tokens whose KV came back from a tier. They are among those found in the prefix cache.",
+    ("tier",),
+)
+TIER_READS = Spec(
+    "baton_prefix_tier_reads_total",
+    "Units of 64 tokens that were to come back from a tier, by how that ended.",
+    ("tier", "outcome"),
+)
+TIER_WRITES = Spec(
+    "baton_prefix_tier_writes_total",
+    "Units of 64 tokens that were to be written to a tier, by how that ended.",
+    ("tier", "outcome"),
+)
+TIER_BYTES = Spec("baton_prefix_tier_bytes", "Bytes that are known to be in a tier.", ("tier",))
 PREFILL_TOKENS = Spec("baton_prefill_tokens_total", "Input tokens whose KV was computed.")
 DECODE_TOKENS = Spec("baton_decode_tokens_total", "Output tokens sampled.")
 PREEMPTIONS = Spec(

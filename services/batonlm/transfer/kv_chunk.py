@@ -173,6 +173,30 @@ class Sealer:
         return keyed.digest()
 
 
+def header_in(sealed: bytes) -> pb.KvChunkHeader | None:
+    """The header that the bytes in front of an xxh3-128 payload say they are; None for others. Not
+    verified: that takes the payload, see `Sealer.mismatch`."""
+    if len(sealed) < HEADER_BYTES:
+        return None
+    magic, _, digest, instance_id, handover_id, *numbers, _, size = _FIELDS.unpack_from(sealed)
+    if magic != _MAGIC or digest != DIGESTS.index(XXH3):
+        return None
+    index, first_position, num_positions, first_layer, num_layers, first_head, num_heads = numbers
+    return pb.KvChunkHeader(
+        instance_id=instance_id.hex(),
+        handover_id=handover_id,
+        index=index,
+        first_position=first_position,
+        num_positions=num_positions,
+        first_layer=first_layer,
+        num_layers=num_layers,
+        first_head=first_head,
+        num_heads=num_heads,
+        payload_bytes=size,
+        digest=sealed[_SEALED_BYTES:HEADER_BYTES],
+    )
+
+
 def layout_fingerprint(layout: KvLayout) -> bytes:
     """8 bytes over the fields of a layout that two workers must have in common."""
     values: tuple[str | int, ...] = (

@@ -47,6 +47,7 @@ _OPTION_NAMES = {
     "kv_memory_bytes": "kv_memory_mib",
     "adapter_memory_bytes": "adapter_memory_mib",
     "adapter_host_bytes": "adapter_host_mib",
+    "prefix_host_bytes": "prefix_host_mib",
     "swap_host_bytes": "swap_host_mib",
     "swap_disk_bytes": "swap_disk_mib",
     "max_batch": "max_running",
@@ -127,6 +128,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         memory_share=options.memory_share,
         adapter_memory_bytes=options.adapter_mib * MIB,
         adapter_host_bytes=options.adapter_host_mib * MIB,
+        prefix_host_bytes=options.prefix_host_mib * MIB,
         max_model_len=options.max_model_len,
         max_batch=options.max_running,
         # A decode step carries a token of every running sequence beside the prompts' tokens.

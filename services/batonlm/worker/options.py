@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.kvcache.prefix import UNIT_TOKENS
 from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
 from batonlm.engine.config import CHOICES
 from batonlm.rpc.address import split
@@ -163,6 +165,29 @@ class WorkerOptions(ServingOptions):
         minimum=0,
         maximum=1 << 20,
     )
+    prefix_host_mib: int = option(
+        0, "host memory for KV that the prefix cache has no room for any more; 0: none", unit="MiB",
+        minimum=0,
+    )  # fmt: skip
+    prefix_disk_mib: int = option(
+        0,
+        "disk space for KV of the prefix cache, which is found again after a restart; 0: none",
+        unit="MiB",
+        minimum=0,
+    )
+    prefix_disk_folder: str = option(
+        "",
+        "where that disk space is; several workers may use one folder. KV is as confidential as "
+        "its prompt. Empty: kv in model_cache",
+        unit="folder",
+    )
+    prefix_restore_tokens: int = option(
+        -1,
+        "fewest tokens that are brought back from there for an input; -1: as many as take less "
+        "time than to compute them",
+        unit="tokens",
+        minimum=-1,
+    )
     transport: str = option("auto", "how KV moves", choices=("auto", "nixl", "loopback"))
     kv_network: str = option(
         "auto",
@@ -201,6 +226,9 @@ class WorkerOptions(ServingOptions):
             name, equals, folder = text.partition("=")
             if not (name and equals and folder):
                 raise InvalidArgument(f"{text[:80]!r} must be name=folder", field="adapters")
+        tiers = [name for name in ("prefix_host_mib", "prefix_disk_mib") if getattr(self, name)]
+        if tiers and UNIT_TOKENS % self.block_size:
+            raise InvalidArgument(f"needs a block_size that divides {UNIT_TOKENS}", field=tiers[0])
         if self.adapters_on_use and not self.adapters_folder:
             raise InvalidArgument("needs adapters_folder", field="adapters_on_use")
         if self.machines == 1:
@@ -227,6 +255,12 @@ class WorkerOptions(ServingOptions):
         """Memory for adapters that are ready to compute, in MiB."""
         given = bool(self.adapters or self.adapters_folder)
         return self.adapter_memory_mib or ADAPTER_MIB * given
+
+    @property
+    def kv_folder(self) -> Path:
+        """Where KV of the prefix cache is kept on a disk."""
+        given = self.prefix_disk_folder
+        return Path(given).expanduser() if given else self.cache_folder / "kv"
 
     @property
     def queue_limit(self) -> QueueLimit:

@@ -56,6 +56,7 @@ from batonlm.worker.options import WorkerOptions
 from batonlm.worker.report import WorkerReport, count_step, describe, export_handovers
 from batonlm.worker.service import AttemptService
 from batonlm.worker.staging import open_staging
+from batonlm.worker.tiers.prefix_tiers import PrefixTiers, open_tiers
 
 
 def ucx_of(options: WorkerOptions) -> Ucx:
@@ -112,6 +113,8 @@ class WorkerParts:
     sender: KvSender
     receiver: KvReceiver
     grammars: GrammarBook
+    tiers: PrefixTiers | None
+    """None where the prefix cache has none behind it."""
     tracer: Tracer
 
 
@@ -165,6 +168,7 @@ async def _run_settled(
     log.info("%s", chosen.why)
     log.info("configuration: %s", configuration.describe(options))
     service: AttemptService[Any] | None = None
+    tiers: PrefixTiers | None = None
     made: list[EngineLoop] = []
     # The engine thread appends and this thread removes; nothing else of the pool is shared.
     changes: deque[Change] = deque()
@@ -180,6 +184,8 @@ async def _run_settled(
         cache.collect()
         if service is not None:
             service.deliver(events)
+        if tiers is not None:
+            tiers.stepped()
 
     probes = options.probes()
     async with AsyncExitStack() as ends:
@@ -221,8 +227,11 @@ async def _run_settled(
             stats=received,
         )
         receiver.start_probing(PROBE_INTERVAL_S)
+        tiers = await open_tiers(options, engine, runner, lambda: scheduler.speed)
         service, served = make_service(
-            WorkerParts(engine, runner, identity, staging, sender, receiver, grammars, tracer)
+            WorkerParts(
+                engine, runner, identity, staging, sender, receiver, grammars, tiers, tracer
+            )
         )
         ends.push_async_callback(service.close)
         report = WorkerReport(

@@ -21,6 +21,7 @@ from batonlm.rpc.tracing import Tracer
 from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender
 from batonlm.worker.prefixes import PrefixExchange
+from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
 PREFILLED = metrics.counter(metrics.PREFILL_TOKENS)
 CACHED = metrics.counter(metrics.CACHED_TOKENS)
@@ -55,14 +56,16 @@ class AttemptService(ABC, Generic[AttemptT]):
         *,
         handover_timeout_s: float,
         tracer: Tracer,
+        tiers: PrefixTiers | None,
     ) -> None:
         """handover_timeout_s: see HANDOVER_TIMEOUT_S. sender, receiver: move KV to and from other
-        workers; `close` closes them."""
+        workers; tiers: to and from other places than workers; `close` closes them."""
         self.attempts: dict[AttemptKey, AttemptT] = {}
         self._engine = engine
         self._sender = sender
         self._receiver = receiver
         self._prefixes = PrefixExchange(engine, sender, receiver)
+        self._tiers = tiers
         self._grammars = grammars
         self._handover_timeout_s = handover_timeout_s
         self._tracer = tracer

@@ -54,13 +54,15 @@ async def worker(
     start_s: float = PATIENCE_S,
     stderr: int | None = None,
     environment: Mapping[str, str] = {},
+    within: tuple[str, ...] = (),
 ) -> AsyncIterator[Process]:
-    """Runs until the block is left. A worker that still runs then must hold nothing."""
+    """Runs until the block is left. A worker that still runs then must hold nothing. within: a
+    command that becomes the one behind it."""
     command = [module]
     if runner == "fake" and module.startswith("batonlm."):
         command = ["batonlm.testing.worker", module.removeprefix("batonlm.")]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *command, "--model", str(folder)),
+        *(*within, sys.executable, "-m", *command, "--model", str(folder)),
         *("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"),
         *("--log-level", "error", *flags),
         stdout=asyncio.subprocess.PIPE,

@@ -43,6 +43,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "decoder": ("transformers", "decoder", "transformers"),
     "kv_cache_dtype": ("fp8", "kv_cache_dtype", "fp8"),
     "kv_wire_dtype": ("fp8", "kv_wire_dtype", "fp8"),
+    "prefix_host_mib": (15, "prefix_host_bytes", 15 * MIB),
     "adapter_memory_mib": (11, "adapter_memory_bytes", 11 * MIB),
     "adapter_host_mib": (13, "adapter_host_bytes", 13 * MIB),
 }
@@ -65,6 +66,14 @@ def test_a_prefill_worker_sets_nothing_aside_for_swapping() -> None:
         PrefillConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
     )
     assert (config.swap_host_bytes, config.swap_disk_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("tier", ["prefix_host_mib", "prefix_disk_mib"])
+def test_tiers_keep_whole_blocks(tier: str) -> None:
+    changes: dict[str, Any] = {tier: 1, "block_size": 48}
+    with pytest.raises(InvalidArgument) as caught:
+        replace(OPTIONS, **changes)
+    assert caught.value.field == tier
 
 
 def test_the_pool_is_sized_by_what_is_free_unless_told() -> None:

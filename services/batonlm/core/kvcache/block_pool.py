@@ -33,7 +33,7 @@ from math import lcm
 from typing import NamedTuple
 
 from batonlm.core.kvcache.cache_events import CachedUnits, OnChange, units_in
-from batonlm.core.kvcache.prefix import UNIT_TOKENS, PrefixChain, PrefixLink
+from batonlm.core.kvcache.prefix import UNIT_TOKENS, PrefixChain, PrefixLink, UnitName
 
 Extents = tuple[tuple[int, int], ...]
 """A BlockTable as runs of consecutive ids: (first block, number of blocks), in position order."""
@@ -114,6 +114,22 @@ class StateSnapshot:
     """The last block of the prefix with which it can be found, while it can."""
 
 
+@dataclass(slots=True, eq=False)
+class CachedUnit:
+    """A unit of the prefix cache that may be copied elsewhere. Nothing is pinned for it: a copy is
+    worth something if the unit is still intact when it is done."""
+
+    name: UnitName
+    extents: Extents
+    """Its blocks, one by one."""
+    intact: bool = True
+    """Whether none of its blocks was evicted since."""
+
+
+_SPILL_SHARE = 2
+"""Units are copied elsewhere while fewer than the pool's blocks divided by this could be taken
+without losing any that were not."""
+
 _SNAPSHOT_SHARE = 4
 """Snapshots take at most the pool's blocks divided by this."""
 
@@ -180,6 +196,10 @@ class BlockPool:
         """The same by each of their blocks."""
         self._unmade: set[StateSnapshot] = set()
         """Those that belong to a step in flight."""
+        self._unspilled: OrderedDict[int, None] = OrderedDict()
+        """Evictable blocks in which a unit ends that was not spilled since its last use."""
+        self._spilling: dict[int, CachedUnit] = {}
+        """What was spilled last, by each of its blocks."""
         self._newest_launched = 0
         self._newest_completed = 0
         self._deferred: deque[tuple[int, list[int]]] = deque()
@@ -358,6 +378,36 @@ class BlockPool:
                 self._units.add(link)
         table.num_published = max(table.num_published, num_blocks)
 
+    def spill(self, count: int, *, everything: bool = False) -> list[CachedUnit]:
+        """The units that will be evicted first, `count` at most, for whoever copies them to another
+        tier; each once after every use. None while enough blocks could be taken without a loss,
+        unless `everything` is to be copied. What was spilled before is not looked after any more.
+
+        Of a model with a state none, and none where units do not end with blocks.
+        """
+        self._spilling.clear()
+        size, rest = divmod(UNIT_TOKENS, self.block_size)
+        if self.state_blocks or rest:
+            return []
+        found: list[CachedUnit] = []
+        while self._unspilled and len(found) < count:
+            lossless = self.num_free - size * len(self._unspilled)
+            if not everything and lossless >= self.num_blocks // _SPILL_SHARE:
+                break
+            blocks = [self._unspilled.popitem(last=False)[0]]
+            link = end = self._links[blocks[0]]
+            while len(blocks) < size and (before := self._by_digest.get(link.parent)) is not None:
+                blocks.append(before)
+                link = self._links[before]
+            # Without its beginning it is lost already.
+            if len(blocks) == size:
+                first = (end.depth + 1) * self.block_size - UNIT_TOKENS
+                name = UnitName(end.units[-1], end.parent_unit, end.namespace, first)
+                unit = CachedUnit(name, tuple((block, 1) for block in reversed(blocks)))
+                self._spilling |= dict.fromkeys(blocks, unit)
+                found.append(unit)
+        return found
+
     def snapshot(self, keep_free: int = 0) -> StateSnapshot | None:
         """Takes blocks for a copy of a state that the step makes which is planned now and launched
         next. None when fewer than keep_free would stay free, or snapshots have their share of the
@@ -476,6 +526,8 @@ class BlockPool:
                 raise InvariantBroken(f"block {block} is unused and still named by a prefix")
             if named > 1 or states[1] > named:
                 raise InvariantBroken(f"block {block} is cached under no prefix, or as two things")
+        if not self._unspilled.keys() <= self._evictable.keys() & self._links.keys():
+            raise InvariantBroken("units are to be spilled that are not about to be evicted")
         if self._num_unused != self.num_blocks - self._unused.count(_TAKEN):
             raise InvariantBroken("unused blocks are miscounted")
         if self._num_kept != self._unused.count(_KEPT):
@@ -540,6 +592,7 @@ class BlockPool:
     def _refer(self, block: int) -> None:
         if not self._references[block]:
             del self._evictable[block]
+            self._unspilled.pop(block, None)
         self._references[block] += 1
 
     def _drop(self, blocks: list[int]) -> None:
@@ -555,6 +608,8 @@ class BlockPool:
                 continue
             if block in self._links or block in self._saved:
                 self._evictable[block] = None
+                if block in self._links and self._links[block].units:
+                    self._unspilled[block] = None
             else:
                 self._unused[block] = 1
                 self._num_unused += 1
@@ -593,6 +648,9 @@ class BlockPool:
                 self._evict_snapshot(snapshot)
                 continue
             del self._evictable[block]
+            self._unspilled.pop(block, None)
+            if (unit := self._spilling.get(block)) is not None:
+                unit.intact = False
             link = self._links.pop(block)
             if (snapshot := self._snapshots.get(link.digest)) is not None:
                 self._evict_snapshot(snapshot)

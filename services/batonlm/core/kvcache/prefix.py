@@ -53,6 +53,18 @@ def prefix_hashes(
     return bytes(hashes)
 
 
+def unit_names(prefix: Prefix, tokenizer_digest: str) -> list[UnitName]:
+    """The full units of a prefix, in order."""
+    root = parent = namespace(prefix.cache_salt, tokenizer_digest, prefix.adapter)
+    hashes = prefix_hashes(prefix.token_ids, prefix.cache_salt, tokenizer_digest, prefix.adapter)
+    names: list[UnitName] = []
+    for start in range(0, len(hashes), HASH_BYTES):
+        unit = hashes[start : start + HASH_BYTES]
+        names.append(UnitName(unit, parent, root, len(names) * UNIT_TOKENS))
+        parent = unit
+    return names
+
+
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32."""
     ids = array("i", token_ids)
@@ -80,12 +92,27 @@ class PrefixLink(NamedTuple):
     """How many links are before it."""
     units: tuple[bytes, ...]
     """The hashes of those units that end in this block."""
+    parent_unit: bytes = b""
+    """The hash of the unit before these; before the first one, the namespace."""
+    namespace: bytes = b""
+    """Of units: whose prefix it is, by the tenant's salt and the adapter."""
+
+
+class UnitName(NamedTuple):
+    """What is known about a unit of UNIT_TOKENS positions wherever its KV is kept."""
+
+    unit: bytes
+    """Its hash."""
+    parent: bytes
+    """The hash of the unit before it; the namespace of the first one."""
+    namespace: bytes
+    first_position: int
 
 
 class PrefixChain:
     """The links of one growing token history, made on demand and never twice."""
 
-    __slots__ = ("_begun", "_block_size", "_pack", "_root", "_unit", "links")
+    __slots__ = ("_begun", "_block_size", "_pack", "_root", "_unit", "_unit_root", "links")
 
     def __init__(self, root: bytes, unit_root: bytes, block_size: int):
         """root, unit_root: the namespaces of blocks and of units."""
@@ -93,7 +120,7 @@ class PrefixChain:
         self._block_size = block_size
         # For a block's few ids a quarter of what `token_bytes` takes.
         self._pack = Struct(f"<{block_size}i").pack
-        self._unit = unit_root
+        self._unit = self._unit_root = unit_root
         self._begun = b""
         self.links: list[PrefixLink] = []
 
@@ -104,12 +131,16 @@ class PrefixChain:
         for index in range(len(self.links), num_blocks):
             tokens = self._pack(*token_ids[index * size : (index + 1) * size])
             digest = _next_hash(parent, tokens)
-            self.links.append(PrefixLink(digest, parent, tokens, index, self._units(tokens)))
+            before, units = self._unit, self._units(tokens)
+            self.links.append(
+                PrefixLink(digest, parent, tokens, index, units, before, self._unit_root)
+            )
             parent = digest
 
     def fork(self) -> PrefixChain:
         """An independent chain with the same history."""
         chain = PrefixChain(self._root, self._unit, self._block_size)
+        chain._unit_root = self._unit_root
         chain._begun = self._begun
         chain.links = self.links.copy()
         return chain

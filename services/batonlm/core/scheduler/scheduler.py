@@ -40,6 +40,7 @@ from batonlm.core.errors import (
 from batonlm.core.kvcache.block_pool import (
     BlockCopy,
     BlockPool,
+    CachedUnit,
     Extents,
     StateSnapshot,
     SwapSpace,
@@ -401,6 +402,15 @@ class Scheduler:
         chain, _ = self._whole_chain(prefix)
         size = len(prefix.token_ids)
         return self.sequences.prefixes.expect(chain, size, self._budget.blocks_to_keep())
+
+    def num_cached(self, prefix: Prefix) -> int:
+        """Leading positions of a prefix that the prefix cache has."""
+        chain, num_blocks = self._whole_chain(prefix)
+        return self._pool.num_found(chain, num_blocks) * self._pool.block_size
+
+    def spill(self, count: int, *, everything: bool = False) -> list[CachedUnit]:
+        """See `BlockPool.spill`."""
+        return self._pool.spill(count, everything=everything)
 
     def release_prefix(self, blocks: PrefixBlocks, arrived: int = 0) -> None:
         """A transfer has ended, and nothing copies any more. arrived: positions below this one have

@@ -1,0 +1,521 @@
+"""PrefixTiers: units of the prefix cache move to other tiers before they are evicted, and back
+before an attempt that begins with them is queued.
+
+Writing is behind everything else: units are copied beside steps, nothing is pinned for that, and
+what a tier is too slow for is dropped. Reading ends like collecting a prefix from another worker:
+what comes is verified, put into free blocks and published, and the rest is computed. So no tier can
+make an answer wrong or a request fail; one that cannot be read or written rests for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import mmap
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
+from batonlm.core.handover.table import KvChunkRange
+from batonlm.core.kvcache.block_pool import CachedUnit
+from batonlm.core.kvcache.prefix import UNIT_TOKENS, Prefix, UnitName, unit_names
+from batonlm.core.request.attempt import Attempt
+from batonlm.core.request.model import KvLayout
+from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.plan import ModelRunner
+from batonlm.core.scheduler.prefixes import PrefixBlocks
+from batonlm.engine.config import MIB
+from batonlm.engine.thread import EngineThread
+from batonlm.rpc import metrics
+from batonlm.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, Sealer, layout_fingerprint
+from batonlm.transfer.staging import HostMemory
+from batonlm.worker.options import WorkerOptions
+from batonlm.worker.tiers.places import FolderTier, MemoryTier, Tier
+
+log = logging.getLogger(__name__)
+
+RESTORED = metrics.counter(metrics.RESTORED_TOKENS)
+READS = metrics.counter(metrics.TIER_READS)
+WRITES = metrics.counter(metrics.TIER_WRITES)
+
+SPILL_EVERY_S = 0.05
+"""At most so often the engine is asked for what will be evicted."""
+SPILL_UNITS = 8
+"""Copied at once: so much memory is taken for copies."""
+
+QUEUE_UNITS = 32
+"""That wait to be written to one tier; the next ones are dropped."""
+
+RESTORE_S = 10.0
+"""What did not come by then is computed."""
+MAX_RESTORES = 4
+"""Attempts whose prefixes are read at once."""
+READ_AHEAD = 4
+"""Units of one prefix that are read while one is copied into the pool."""
+
+REST_S = 5.0
+"""For which a tier is left alone that could not be read or written."""
+
+FLUSH_S = 10.0
+"""For which a worker that leaves writes what is in its prefix cache to tiers that last."""
+
+NOMINAL = {"host": 4e9, "disk": 1e9, "store": 2e8}
+"""Bytes per second, as long as a tier has not been read for FORGET_S."""
+FORGET_S = 60.0
+
+
+def fingerprint(options: WorkerOptions, layout: KvLayout) -> str:
+    """Names what computes bit-equal KV: equal only where two workers' KV is exchangeable. options:
+    without open choices."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = ""
+    values = (
+        *(layout_fingerprint(layout).hex(), version("batonlm"), torch, options.block_size),
+        *(options.exact, options.device, options.dtype, options.kv_cache_dtype, options.quantize),
+        *(options.decoder, options.tensor_parallel, options.pipeline_parallel),
+    )
+    text = "|".join(map(str, values))
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"baton tiers").hexdigest()
+
+
+async def open_tiers(
+    options: WorkerOptions,
+    engine: EngineThread,
+    runner: ModelRunner,
+    speed: Callable[[], WorkerSpeed],
+) -> PrefixTiers | None:
+    """The tiers that a worker's options name, None without any. options: without open choices.
+
+    Raises InvalidArgument for a folder that cannot be used.
+    """
+    if runner.layout.state_positions:
+        # The KV of a prefix is worth nothing without the state behind it.
+        return None
+    kind = fingerprint(options, runner.layout)
+    units = SealedUnits(runner.layout, runner.block_size, kind)
+    tiers: list[Tier] = []
+    if options.prefix_host_mib:
+        tiers.append(MemoryTier(options.prefix_host_mib * MIB))
+    if options.prefix_disk_mib:
+        folder = options.kv_folder
+        room = options.prefix_disk_mib * MIB
+        try:
+            disk = await asyncio.to_thread(FolderTier, "disk", folder, kind, room, units.num_bytes)
+        except OSError as error:
+            raise InvalidArgument(
+                f"{folder} cannot be used: {error.strerror}", field="prefix_disk_folder"
+            ) from error
+        disk.start()
+        tiers.append(disk)
+    if not tiers:
+        units.close()
+        return None
+    return PrefixTiers(
+        engine,
+        units,
+        tiers,
+        runner.model.tokenizer_digest,
+        least_tokens=options.prefix_restore_tokens,
+        speed=speed,
+    )
+
+
+class SealedUnits:
+    """Units as they lie in tiers: a KV chunk of the wire whose hand-over is the unit itself.
+
+    Its id is the unit's hash, keyed by the fingerprint; its giver is the unit before. So what was
+    cut off, changed, meant for other workers or put under another name does not verify.
+    """
+
+    def __init__(self, layout: KvLayout, block_size: int, fingerprint: str) -> None:
+        self.layout, self.block_size = layout, block_size
+        self.num_bytes = HEADER_BYTES + UNIT_TOKENS * layout.bytes_per_position
+        self._fingerprint = bytes.fromhex(fingerprint)
+        self._memory = HostMemory(mmap.PAGESIZE)
+
+    def pack(self, runner: ModelRunner, unit: CachedUnit) -> memoryview:
+        """A copy of a unit, block by block, not sealed yet."""
+        out = memoryview(bytearray(self.num_bytes))
+        for start, payload in self._blocks(out):
+            runner.pack(unit.extents, start, self.block_size, payload)
+        return out
+
+    def unpack(
+        self, runner: ModelRunner, blocks: PrefixBlocks, name: UnitName, sealed: memoryview
+    ) -> None:
+        """Copies what is not cached of a unit into blocks that were reserved for it."""
+        for start, payload in self._blocks(sealed):
+            position = name.first_position + start
+            if position >= blocks.cached:
+                runner.unpack(blocks.extents, position, self.block_size, payload)
+
+    def seal(self, name: UnitName, out: memoryview) -> None:
+        sealer, chunk = self._sealer(name)
+        sealer.seal(sealer.header(chunk), out)
+
+    def mismatch(self, name: UnitName, sealed: memoryview) -> str:
+        """What is wrong with what lies in a tier under a name; "" when nothing: torn, foreign (it
+        is another unit, or another kind of worker's) or corrupt."""
+        if len(sealed) != self.num_bytes:
+            return "torn"
+        sealer, chunk = self._sealer(name)
+        header = sealer.header(chunk)
+        header.digest = bytes(sealed[HEADER_BYTES - DIGEST_BYTES : HEADER_BYTES])
+        return {"": "", "header": "foreign", "digest": "corrupt"}[sealer.mismatch(header, sealed)]
+
+    def close(self) -> None:
+        self._memory.close()
+
+    def _blocks(self, sealed: memoryview) -> list[tuple[int, memoryview]]:
+        """The payload of each block, with its first position within the unit."""
+        size = self.block_size * self.layout.bytes_per_position
+        return [
+            (start, sealed[HEADER_BYTES + i * size : HEADER_BYTES + (i + 1) * size])
+            for i, start in enumerate(range(0, UNIT_TOKENS, self.block_size))
+        ]
+
+    def _sealer(self, name: UnitName) -> tuple[Sealer, KvChunkRange]:
+        unit = hashlib.blake2b(name.unit, key=self._fingerprint, digest_size=16).digest()
+        sealer = Sealer(unit, name.parent.hex(), self.layout, self._memory)
+        index = name.first_position // UNIT_TOKENS
+        return sealer, KvChunkRange(index, name.first_position, UNIT_TOKENS)
+
+
+class _Place:
+    """A tier with what waits to be written to it, how fast it is, and whether it rests."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self._waiting: deque[tuple[UnitName, memoryview]] = deque()
+        self._changed = asyncio.Condition()
+        self._rests_until = self._read_at = 0.0
+        self._unit_s = 0.0
+        self._writing = asyncio.create_task(self._write())
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def unit_s(self, num_bytes: int) -> float:
+        """Seconds that one unit is predicted to take."""
+        if time.monotonic() - self._read_at < FORGET_S:
+            return self._unit_s
+        return num_bytes / NOMINAL[self.tier.name]
+
+    def took(self, unit_s: float) -> None:
+        """Units were read in so many seconds each."""
+        known = self._read_at > 0.0
+        self._unit_s = 0.7 * self._unit_s + 0.3 * unit_s if known else unit_s
+        self._read_at = time.monotonic()
+
+    def rest(self, error: OSError) -> None:
+        if not self.rests:
+            log.warning("KV tier %s rests for %g s: %s", self.tier.name, REST_S, error)
+        self._rests_until = time.monotonic() + REST_S
+
+    async def keep(self, name: UnitName, sealed: memoryview, *, wait: bool = False) -> None:
+        """Writes a unit behind. Dropped when too much waits already, unless the caller waits."""
+        if self.rests or (len(self._waiting) >= QUEUE_UNITS and not wait):
+            WRITES.labels(self.tier.name, "dropped").inc()
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._waiting) < QUEUE_UNITS)
+            self._waiting.append((name, sealed))
+            self._changed.notify_all()
+
+    async def written(self) -> None:
+        """Returns when nothing waits any more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._waiting)
+
+    async def locate(self, names: Sequence[UnitName]) -> int:
+        """See `Tier.locate`; 0 while it rests."""
+        if self.rests or not names:
+            return 0
+        try:
+            return await self.tier.locate(names)
+        except OSError as error:
+            self.rest(error)
+            return 0
+
+    async def read(self, name: UnitName) -> memoryview | None:
+        """See `Tier.read`. Counts what fails."""
+        try:
+            sealed = await self.tier.read(name)
+        except OSError as error:
+            self.rest(error)
+            READS.labels(self.tier.name, "failed").inc()
+            return None
+        if sealed is None:
+            READS.labels(self.tier.name, "gone").inc()
+        return sealed
+
+    async def refuse(self, name: UnitName, reason: str) -> None:
+        """What was read does not verify: it is deleted."""
+        READS.labels(self.tier.name, reason).inc()
+        log.warning("a unit in KV tier %s is %s, and is deleted", self.tier.name, reason)
+        try:
+            await self.tier.delete(name)
+        except OSError as error:
+            self.rest(error)
+
+    async def close(self) -> None:
+        self._writing.cancel()
+        await asyncio.wait({self._writing})
+        await self.tier.close()
+
+    async def _write(self) -> None:
+        while True:
+            async with self._changed:
+                await self._changed.wait_for(lambda: bool(self._waiting))
+                name, sealed = self._waiting[0]
+            outcome = "written"
+            try:
+                if self.rests:
+                    outcome = "dropped"
+                else:
+                    await self.tier.write(name, sealed)
+            except OSError as error:
+                outcome = "failed"
+                self.rest(error)
+            WRITES.labels(self.tier.name, outcome).inc()
+            async with self._changed:
+                self._waiting.popleft()
+                self._changed.notify_all()
+
+
+class PrefixTiers:
+    """Lives on the event loop. Blocks that are reserved for what comes belong to the calls of
+    `restore`; each gives them up at its end."""
+
+    def __init__(
+        self,
+        engine: EngineThread,
+        units: SealedUnits,
+        tiers: Sequence[Tier],
+        tokenizer_digest: str,
+        *,
+        least_tokens: int,
+        speed: Callable[[], WorkerSpeed],
+    ) -> None:
+        """tiers: the fastest first. least_tokens: see the option prefix_restore_tokens. speed: of
+        this worker, as it is measured now."""
+        self._engine, self._units = engine, units
+        self._places = [_Place(tier) for tier in tiers]
+        self._tokenizer_digest = tokenizer_digest
+        self._least_tokens, self._speed = least_tokens, speed
+        self._restores = asyncio.Semaphore(MAX_RESTORES)
+        self._stepped = asyncio.Event()
+        self._spilling = asyncio.create_task(self._spill_behind())
+        metrics.gauge(
+            metrics.TIER_BYTES, lambda: {(tier.name,): tier.index.num_bytes for tier in tiers}
+        )
+
+    def stepped(self) -> None:
+        """The prefix cache may have changed."""
+        self._stepped.set()
+
+    async def restore(self, attempt: Attempt) -> int:
+        """Brings the beginning of an attempt's input back into the prefix cache, as far as tiers
+        have it and that is predicted to be quicker than computing it.
+
+        Returns how many positions came, after RESTORE_S and a moment at most. May be cancelled.
+        What is posted to the engine afterwards finds them.
+        """
+        # The last position is always computed, for its logits.
+        size = (len(attempt.token_ids) - 1) // UNIT_TOKENS * UNIT_TOKENS
+        if size <= 0 or attempt.prompt_logprobs is not None:
+            return 0
+        whole = Prefix(attempt.token_ids[:size], attempt.cache_salt, attempt.adapter)
+        names = unit_names(whole, self._tokenizer_digest)
+        if not any(
+            place.tier.remote or name.unit in place.tier.index
+            for place in self._places
+            for name in names
+        ):
+            return 0
+        taken: list[PrefixBlocks] = []
+        arrived = 0
+        try:
+            async with asyncio.timeout(RESTORE_S), self._restores:
+                cached = await self._engine.call(lambda loop: loop.scheduler.num_cached(whole))
+                first = cached // UNIT_TOKENS
+                places = await self._worthwhile(names[first:], cached)
+                names = names[first : first + len(places)]
+                end = (first + len(places)) * UNIT_TOKENS
+                prefix = whole._replace(token_ids=whole.token_ids[:end])
+
+                def take(loop: EngineLoop) -> None:
+                    blocks = loop.scheduler.expect_prefix(prefix, time.monotonic())
+                    taken.extend([blocks] if blocks is not None else [])
+
+                if places:
+                    await self._engine.call(take)
+                # What was cached and was evicted meanwhile is computed, with all behind it.
+                if taken and taken[0].cached >= cached:
+                    arrived = taken[0].cached
+                    async for end in self._unpacked(names, places, taken[0]):
+                        arrived = end
+        except TimeoutError:
+            log.warning("a prefix did not come from its tier in %g s", RESTORE_S)
+        except BatonError:
+            # The engine stops, or too much is queued for it.
+            log.debug("a prefix could not be restored", exc_info=True)
+        finally:
+
+            def release(loop: EngineLoop) -> None:
+                # Also what was taken for a call that was cancelled.
+                for blocks in taken:
+                    loop.scheduler.release_prefix(blocks, arrived)
+
+            with suppress(Unavailable):
+                self._engine.post(release)
+        return max(0, arrived - taken[0].cached) if taken else 0
+
+    async def close(self) -> None:
+        """Stops copying, and then writes what is in the prefix cache to the tiers that last, for
+        FLUSH_S at most. The engine still runs, and nothing else does."""
+        self._spilling.cancel()
+        await asyncio.wait({self._spilling})
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                lasting = [place for place in self._places if place.tier.lasts]
+                while lasting and await self._spill(lasting, everything=True):
+                    pass
+                for place in lasting:
+                    await place.written()
+        except TimeoutError:
+            log.warning("not all of the prefix cache was written in %g s", FLUSH_S)
+        except BatonError:
+            log.debug("the prefix cache could not be written", exc_info=True)
+        for place in self._places:
+            await place.close()
+        self._units.close()
+
+    async def _worthwhile(self, names: Sequence[UnitName], first: int) -> list[_Place]:
+        """Where each of the units is, as many of the first ones as are worth reading. first: the
+        position behind what is cached."""
+        found: list[_Place] = []
+        more = True
+        while more:
+            more = False
+            for place in self._places:
+                if count := await place.locate(names[len(found) :]):
+                    found += [place] * count
+                    more = True
+                    break
+        if self._least_tokens > 0:
+            return found if len(found) * UNIT_TOKENS >= self._least_tokens else []
+        speed, num_bytes = self._speed(), self._units.num_bytes
+        if not speed.prefills:
+            return found
+        # What is far away may cost more than it saves, and what is before it may still be worth it.
+        for slowest in reversed(self._places):
+            seconds = sum(place.unit_s(num_bytes) for place in found)
+            end = names[0].first_position + len(found) * UNIT_TOKENS if found else first
+            if seconds <= speed.prefill_s(first, max(first, end)):
+                break
+            cut = next((i for i, place in enumerate(found) if place is slowest), len(found))
+            found = found[:cut]
+        return found
+
+    async def _unpacked(
+        self, names: Sequence[UnitName], places: Sequence[_Place], blocks: PrefixBlocks
+    ) -> AsyncIterator[int]:
+        """Copies units into the reserved blocks, in order, up to the first one that does not come.
+        Yields the position behind each."""
+        wanted = [
+            (name, place)
+            for name, place in zip(names, places, strict=True)
+            if name.first_position + UNIT_TOKENS > blocks.cached
+        ]
+        began, done = time.monotonic(), 0
+        reads: deque[asyncio.Task[memoryview | None]] = deque()
+        try:
+            for number, (name, place) in enumerate(wanted):
+                while len(reads) < READ_AHEAD and number + len(reads) < len(wanted):
+                    ahead, where = wanted[number + len(reads)]
+                    reads.append(asyncio.create_task(where.read(ahead)))
+                sealed = await reads[0]
+                reads.popleft()
+                if sealed is None:
+                    break
+                if wrong := await self._copy_in(name, sealed, blocks):
+                    await place.refuse(name, wrong)
+                    break
+                done += 1
+                place.tier.index.use(name.unit)
+                READS.labels(place.tier.name, "hit").inc()
+                RESTORED.labels(place.tier.name).inc(UNIT_TOKENS)
+                yield name.first_position + UNIT_TOKENS
+        finally:
+            for read in reads:
+                read.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+            if done:
+                slowest = max(wanted[:done], key=lambda each: self._places.index(each[1]))[1]
+                slowest.took((time.monotonic() - began) / done)
+
+    async def _copy_in(self, name: UnitName, sealed: memoryview, blocks: PrefixBlocks) -> str:
+        """Returns what is wrong with a unit, or "" when it was copied."""
+        wrong = ""
+
+        def copy(runner: ModelRunner) -> None:
+            nonlocal wrong
+            wrong = self._units.mismatch(name, sealed)
+            if not wrong:
+                self._units.unpack(runner, blocks, name, sealed)
+
+        await self._engine.copy(copy)
+        return wrong
+
+    async def _spill_behind(self) -> None:
+        while True:
+            await self._stepped.wait()
+            self._stepped.clear()
+            try:
+                while await self._spill(self._places):
+                    pass
+            except BatonError:
+                # The engine stops, or too much is queued for it.
+                log.debug("units could not be copied", exc_info=True)
+            await asyncio.sleep(SPILL_EVERY_S)
+
+    async def _spill(self, places: Sequence[_Place], *, everything: bool = False) -> int:
+        """Copies some units to tiers. Returns how many were due."""
+        units = await self._engine.call(
+            lambda loop: loop.scheduler.spill(SPILL_UNITS, everything=everything)
+        )
+        copies: list[tuple[CachedUnit, memoryview]] = []
+        for unit in units:
+            lacking = False
+            for place in places:
+                place.tier.index.use(unit.name.unit)
+                lacking |= unit.name.unit not in place.tier.index
+            if lacking:
+                copies.append((unit, await self._copy_out(unit)))
+        intact = await self._engine.call(lambda loop: [unit.intact for unit, _ in copies])
+        for (unit, sealed), whole in zip(copies, intact, strict=True):
+            if not whole:
+                continue
+            for place in places:
+                if unit.name.unit not in place.tier.index:
+                    await place.keep(unit.name, sealed.toreadonly(), wait=everything)
+        return len(units)
+
+    async def _copy_out(self, unit: CachedUnit) -> memoryview:
+        made: list[memoryview] = []
+
+        def copy(runner: ModelRunner) -> None:
+            made.append(self._units.pack(runner, unit))
+            self._units.seal(unit.name, made[0])
+
+        await self._engine.copy(copy)
+        return made[0]
