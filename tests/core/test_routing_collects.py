@@ -137,6 +137,12 @@ def test_who_gave_none_a_moment_ago_is_left_alone() -> None:
     assert routed(pair(), demand=replace(full(), scored=True)).plan is None
 
 
+def test_who_collects_none_is_not_asked_to() -> None:
+    assert routed(pair(), demand=full()).plan is not None
+    older = replace(full(), not_collecting=frozenset({"b"}))
+    assert routed(pair(), demand=older).plan is None
+
+
 def test_a_prefill_worker_collects_from_either_pool() -> None:
     """Decode collects what prefill hands over, and nothing else."""
     decodes = PoolSnapshot(pair(waiting_tokens=2000), Overlap(((32, 1),)))

@@ -197,18 +197,22 @@ async def test_the_age_of_a_step_is_seen_while_it_runs() -> None:
         assert engine.step_age_s == 0.0
 
 
-async def test_too_many_calls_are_refused() -> None:
+async def test_too_many_calls_are_refused_but_nothing_that_gives_back() -> None:
     runner, heard = Runner(), Heard()
     async with running(runner, heard, max_queued_calls=5) as engine:
         runner.gate.clear()
         await add(engine, attempt())
         assert await asyncio.to_thread(runner.entered.wait, 30)
-        for _ in range(5):
-            engine.post(lambda loop: None)
-        with pytest.raises(Overloaded):
-            engine.post(lambda loop: None)
+        queued = [asyncio.ensure_future(engine.call(lambda loop: None)) for _ in range(5)]
+        await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await engine.call(lambda loop: None)
+        given_back: list[EngineLoop] = []
+        engine.post(given_back.append)
+        runner.gate.set()
+        await asyncio.gather(*queued)
+        await engine.call(lambda loop: None)
+        assert len(given_back) == 1
 
 
 async def test_a_broken_runner_is_fatal() -> None:

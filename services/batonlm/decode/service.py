@@ -113,10 +113,7 @@ class DecodeAttempt:
     def remaining(self) -> Attempt:
         """The attempt with only the choices that have not ended, and the time that it has left."""
         choices = tuple(c for c in self.attempt.choices if c in self.choices)
-        left_s = self.attempt.remaining_s
-        if left_s is not None and self.prefix_sender is not None:
-            left_s = max(0.0, left_s - (time.monotonic() - self.began))
-        return replace(self.attempt, choices=choices, remaining_s=left_s)
+        return replace(self.attempt.after(time.monotonic() - self.began), choices=choices)
 
 
 class OutgoingSequence:

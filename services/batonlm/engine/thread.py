@@ -233,6 +233,10 @@ class EngineThread:
     def post(self, function: Callable[[EngineLoop], object]) -> None:
         """Runs a function on the engine thread, without an answer. It must not raise.
 
+        It is for ending or giving back what a function of `call` began or took. So there are no
+        more of these than there were of those, and none is refused because too much is queued:
+        blocks would stay pinned. Raises Unavailable when stopping.
+
         Functions of `call` and `post` run in the order in which they were given.
         """
         self._enqueue(_Call(function, None))
@@ -256,7 +260,7 @@ class EngineThread:
         with self._wake:
             if self._stopping:
                 raise Unavailable("This worker's engine has stopped.")
-            if len(self._calls) >= self._max_queued_calls:
+            if call.answer is not None and len(self._calls) >= self._max_queued_calls:
                 raise Overloaded("Too much is queued for this worker's engine.", retry_after_s=1.0)
             self._calls.append(call)
             self._wake.notify()

@@ -218,7 +218,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
     async def _run(
         self, running: PrefillAttempt, handover_id: bytes, decode_instance_id: str
     ) -> FirstTokens:
-        attempt = running.attempt
+        attempt, began = running.attempt, time.monotonic()
         try:
             async with asyncio.timeout(attempt.remaining_s or DEFAULT_DEADLINE_S):
                 if handover_id:
@@ -231,7 +231,8 @@ class PrefillService(AttemptService[PrefillAttempt]):
                     raise Cancelled("cancelled")
                 # A hand-over that has ended meanwhile releases nothing any more.
                 keep = running.offer is not None
-                await self._queue(attempt, keep, decode_instance_id, grammar)
+                left = attempt.after(time.monotonic() - began)
+                await self._queue(left, keep, decode_instance_id, grammar)
                 first = await asyncio.shield(running.first)
         except TimeoutError:
             error = DeadlineExceeded("the request ran out of time in prefill")

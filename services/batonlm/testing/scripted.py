@@ -453,6 +453,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         self.prefix_senders: list[str] = []
         """For each of them, the instance id of the worker whose prefix it is to collect, or ""."""
         self.prefix_outcome = "completed"
+        """Empty: it answers none, like a version that collects no prefixes."""
         self.taken_back: list[Attempt] = []
         """Those of them that go on with KV that no other worker collected."""
         self.cancels: list[tuple[AttemptKey, tuple[int, ...]]] = []
@@ -583,7 +584,7 @@ class ScriptedDecode(ScriptedWorker, decode_pb2_grpc.DecodeServicer):
         running = self.running[attempt.key] = _Running(
             router, attempt, start.source.handover_id, start.max_unconfirmed, set(attempt.choices)
         )
-        if start.HasField("prefix_sender"):
+        if start.HasField("prefix_sender") and self.prefix_outcome:
             running.prefix = types_pb2.PrefixCollected(num_tokens=64, outcome=self.prefix_outcome)
         if running.handover_id:
             task = asyncio.create_task(self._collect(running))

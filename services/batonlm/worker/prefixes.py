@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 from batonlm.core.errors import BatonError, NotFound, Unavailable
 from batonlm.core.kvcache.prefix import Prefix
@@ -30,6 +31,24 @@ COLLECTS = metrics.counter(metrics.PREFIX_COLLECTS)
 COLLECTED = metrics.counter(metrics.PREFIX_TOKENS)
 
 
+@dataclass(slots=True, eq=False)
+class _Collection:
+    """One that runs."""
+
+    prefix: Prefix
+    sender: str
+    """The instance id of the worker that gives it."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    came: bool = False
+    """Whether it is over and all that the sender had is here."""
+
+    def shares_half_of(self, prefix: Prefix) -> bool:
+        """Whether at least the first half of a prefix is collected."""
+        ours, half = self.prefix, len(prefix.token_ids) // 2
+        same = (ours.cache_salt, ours.adapter) == (prefix.cache_salt, prefix.adapter)
+        return same and ours.token_ids[:half] == prefix.token_ids[:half]
+
+
 class PrefixExchange:
     """Lives on the event loop. What is pinned belongs to the tasks of this object, and to the calls
     of `collect`; each gives it up at its end."""
@@ -39,6 +58,7 @@ class PrefixExchange:
         self._receiver = receiver
         self._tasks: set[asyncio.Task[None]] = set()
         self._offers: set[PendingTransfer] = set()
+        self._collections: list[_Collection] = []
         self._closing = False
         sender.serve_prefix = self._serve
 
@@ -55,24 +75,53 @@ class PrefixExchange:
         self, attempt: Attempt, sender: WorkerIdentity, about: Names = NO_NAMES
     ) -> PrefixCollected:
         """Collects the beginning of an attempt's input into the prefix cache, as far as that worker
-        has it and it comes.
+        has it and it comes. While much of it is collected for another attempt, waits for that.
 
         Returns what came, when it has ended in whatever way, after PREFIX_S at most and a moment.
         May be cancelled. What is posted to the engine afterwards finds the KV that came.
         """
         began = time.monotonic()
         # The last position is always computed, for its logits.
-        size = len(attempt.token_ids) - 1
+        ids = attempt.token_ids[:-1]
+        if not ids or attempt.prompt_logprobs is not None:
+            return PrefixCollected(outcome="incompatible")
+        prefix = Prefix(ids, attempt.cache_salt, attempt.adapter)
+        collected = PrefixCollected(outcome="cached")
+        if not await self._came_for_another(prefix, sender):
+            collection = _Collection(prefix, sender.instance_id)
+            self._collections.append(collection)
+            try:
+                left_s = max(0.0, began + PREFIX_S - time.monotonic())
+                collected = await self._collect(prefix, sender, left_s, about)
+                collection.came = collected.outcome in ("completed", "cached")
+            finally:
+                self._collections.remove(collection)
+                collection.over.set()
+        COLLECTS.labels(collected.outcome).inc()
+        collected.wait_us = round((time.monotonic() - began) * 1e6)
+        return collected
+
+    async def _came_for_another(self, prefix: Prefix, sender: WorkerIdentity) -> bool:
+        """Waits for a collection of much of a prefix, if one runs, but not longer than PREFIX_S.
+        Returns whether it brought all that there is."""
+        running = [one for one in self._collections if one.shares_half_of(prefix)]
+        if not running:
+            return False
+        first = running[0]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(first.over.wait(), PREFIX_S)
+        return first.came and (first.prefix, first.sender) == (prefix, sender.instance_id)
+
+    async def _collect(
+        self, prefix: Prefix, sender: WorkerIdentity, deadline_s: float, about: Names
+    ) -> PrefixCollected:
         taken: list[PrefixBlocks] = []
         arrived = received_bytes = 0
 
-        def prefix_of(num_positions: int) -> Prefix:
-            ids = attempt.token_ids[:num_positions]
-            return Prefix(ids, attempt.cache_salt, attempt.adapter)
-
         async def reserve(num_positions: int) -> int | None:
             def take(loop: EngineLoop) -> None:
-                blocks = loop.scheduler.expect_prefix(prefix_of(num_positions), time.monotonic())
+                expected = prefix._replace(token_ids=prefix.token_ids[:num_positions])
+                blocks = loop.scheduler.expect_prefix(expected, time.monotonic())
                 taken.extend([blocks] if blocks is not None else [])
 
             await self._engine.call(take)
@@ -96,23 +145,17 @@ class PrefixExchange:
             for blocks in taken:
                 loop.scheduler.release_prefix(blocks, arrived)
 
-        if size < 1 or attempt.prompt_logprobs is not None:
-            return PrefixCollected(outcome="incompatible")
         try:
             ended = await self._receiver.collect_prefix(
-                prefix_of(size), sender, reserve, unpack, deadline_s=PREFIX_S, about=about
+                prefix, sender, reserve, unpack, deadline_s=deadline_s, about=about
             )
         finally:
             with suppress(Unavailable):
                 self._engine.post(release)
         num_tokens = max(0, arrived - taken[0].cached) if taken else 0
-        COLLECTS.labels(ended.label).inc()
         COLLECTED.labels(sender.role).inc(num_tokens)
         return PrefixCollected(
-            num_tokens=num_tokens,
-            received_bytes=received_bytes,
-            wait_us=round((time.monotonic() - began) * 1e6),
-            outcome=ended.label,
+            num_tokens=num_tokens, received_bytes=received_bytes, outcome=ended.label
         )
 
     async def close(self) -> None:
@@ -128,6 +171,7 @@ class PrefixExchange:
         if self._closing:
             offer.fail(Unavailable("this worker is leaving"))
             return
+        self._offers.add(offer)
         task = asyncio.create_task(self._give(offer, prefix))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -136,7 +180,6 @@ class PrefixExchange:
         """Keeps what there is of a prefix pinned until its transfer has ended. Never cancelled:
         otherwise what the engine's thread pins might have no owner."""
         blocks: PrefixBlocks | None = None
-        self._offers.add(offer)
 
         async def pack(first_position: int, count: int, out: KvPayload) -> None:
             assert blocks is not None

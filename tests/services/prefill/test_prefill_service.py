@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
 import grpc
 import pytest
 
 from batonlm.core.kvcache.block_pool import Extents
+from batonlm.core.request.attempt import Attempt
 from batonlm.core.routing.load import WorkerState
+from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.grammar.book import GrammarBook
 from batonlm.prefill.service import LIVE_S, MAX_KNOWN, LiveReceivers
 from batonlm.rpc.convert import choice_tokens_from_proto
@@ -140,6 +143,27 @@ async def test_what_is_cancelled_while_its_grammar_compiles_gets_no_blocks(
         assert await code_of(call) is grpc.StatusCode.CANCELLED
         await world.settle()
         assert world.prefill.runner.num_begun == 0
+
+
+async def test_what_is_done_before_an_attempt_is_queued_counts_towards_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    queued: list[float | None] = []
+    add = Scheduler.add
+
+    async def compile_slowly(book: GrammarBook, grammar: object) -> None:
+        await asyncio.sleep(0.25)
+
+    def note(scheduler: Scheduler, attempt: Attempt, *args: Any, **options: Any) -> None:
+        queued.append(attempt.remaining_s)
+        add(scheduler, attempt, *args, **options)
+
+    monkeypatch.setattr(GrammarBook, "compiled", compile_slowly)
+    monkeypatch.setattr(Scheduler, "add", note)
+    async with pair() as world:
+        await world.run(attempt(max_tokens=1, remaining_s=60.0))
+        (remaining_s,) = queued
+        assert remaining_s is not None and remaining_s < 59.8
 
 
 async def test_a_cancel_that_overtakes_its_call_counts() -> None:

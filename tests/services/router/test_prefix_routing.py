@@ -83,13 +83,31 @@ async def test_a_prefix_is_collected_from_a_worker_that_is_full(
     holder, other = world.decodes
     holder.hold(PROMPTS[0])
     await known(world.fleet.decodes, UNITS)
-    for outcome in ("completed", "failed", "completed"):
-        holder.refusals = [Overloaded("it is full", retry_after_s=60.0)]
-        other.prefix_outcome = outcome
-        assert (await world.ask(asking(0))).reason() is not None
+    # That there is no room where it is to go is not the holder's fault.
+    for outcome in ("completed", "full", "failed", "completed"):
+        await with_the_holder_full(world, outcome)
     # After one did not come, no more are asked for.
-    assert other.prefix_senders == [holder.identity.instance_id] * 2 + [""]
-    assert holder.prefix_senders == [""] * 3
+    assert other.prefix_senders == [holder.identity.instance_id] * 3 + [""]
+    assert holder.prefix_senders == [""] * 4
+
+
+async def with_the_holder_full(world: World, outcome: str) -> None:
+    holder, other = world.decodes
+    holder.refusals = [Overloaded("it is full", retry_after_s=60.0)]
+    other.prefix_outcome = outcome
+    assert (await world.ask(asking(0))).reason() is not None
+
+
+async def test_a_worker_that_collects_none_is_not_asked_again(world: World) -> None:
+    config = RouterConfig(local_prefill_tokens=4096, collect_prefix_tokens=64)
+    await world.start(config, prefills=0, decodes=2)
+    assert world.fleet is not None
+    holder, other = world.decodes
+    holder.hold(PROMPTS[0])
+    await known(world.fleet.decodes, UNITS)
+    for outcome in ("", "completed"):
+        await with_the_holder_full(world, outcome)
+    assert other.prefix_senders == [holder.identity.instance_id, ""]
 
 
 async def test_a_gap_in_the_news_heals(world: World) -> None:

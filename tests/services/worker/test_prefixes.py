@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import Attempt
+from batonlm.rpc.convert import identity_to_proto, prefix_to_proto
 from batonlm.transfer import nixl
+from batonlm.transfer.stream import TransferAborted
 from batonlm.v1.decode_pb2_grpc import DecodeStub
-from tests.services.worker.pair import attempt, new_id, reference
+from batonlm.v1.handover_pb2 import OpenHandover
+from tests.services.worker.pair import BUFFER_BYTES, attempt, new_id, pair, reference
 from tests.services.worker.processes import Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
@@ -85,6 +90,61 @@ async def test_turn_2_computes_only_what_no_worker_has(tmp_path: Path) -> None:
         for outcome in ("completed", "cached", "gone"):
             assert read[f'baton_prefix_collects_total{{outcome="{outcome}"}}'] == 1
         await has_it.idle()
+
+
+async def test_of_two_attempts_with_one_prefix_the_second_finds_it(tmp_path: Path) -> None:
+    first, second = turns()
+    twins = [replace(second, request_id=name) for name in ("twin", "other twin")]
+    # It has most of theirs in common with them, and nothing more of it is cached anywhere.
+    cousin = replace(second, request_id="cousin", token_ids=(*second.token_ids[:-30], *range(30)))
+    async with (
+        worker("batonlm.decode", tmp_path, environment=SMALL_BUFFERS) as has_it,
+        worker(
+            "batonlm.decode", tmp_path, "--step-tokens", "4096", environment=SMALL_BUFFERS
+        ) as needs_it,
+        connected(has_it) as there,
+        connected(needs_it) as here,
+    ):
+        await there.start(first)
+        assert await there.ended(first) == reference(first)
+        known = (500 + len(reference(first)[0]) - 1) // 16 * 16
+
+        attempts = (*twins, cousin)
+        for one in attempts:
+            await here.start(one, prefix_sender=has_it.identity)
+        for one in attempts:
+            assert await here.ended(one) == reference(one)
+        started = [here.started[one.key] for one in attempts]
+        assert [one.prefix.outcome for one in started] == ["completed", "cached", "cached"]
+        assert started[0].cached_tokens == known
+        assert all(one.cached_tokens >= known for one in started)
+        read = await asyncio.to_thread(metrics_of, needs_it.metrics)
+        assert read['baton_prefix_collected_tokens_total{source="decode"}'] == known
+
+
+async def test_a_worker_that_leaves_ends_what_was_asked_for_a_moment_ago() -> None:
+    one = attempt(max_tokens=1)
+    async with pair() as world:
+        await world.run(one)
+        opening = OpenHandover(
+            handover_id=new_id(),
+            receiver=identity_to_proto(world.decode.identity),
+            sender_instance_id=world.prefill.identity.instance_id,
+            max_kv_chunk_bytes=BUFFER_BYTES,
+            prefix=prefix_to_proto(Prefix(one.token_ids, b"", "")),
+        )
+        offer = await world.sender.claim(opening)
+
+        async def stream() -> BatonError:
+            with pytest.raises(TransferAborted) as aborted:
+                await offer.given_up()
+            offer.end(aborted.value)
+            return aborted.value.error
+
+        ended = asyncio.create_task(stream())
+        # Nothing else has run meanwhile.
+        await world.prefilling.close()
+        assert isinstance(await ended, Unavailable), "it is not kept until its time is over"
 
 
 async def test_prefill_collects_what_decode_has_and_hands_all_over(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -167,6 +167,12 @@ class Attempt:
 
     def keys(self) -> tuple[SequenceKey, ...]:
         return tuple(SequenceKey(self.request_id, c, self.attempt) for c in self.choices)
+
+    def after(self, seconds: float) -> Attempt:
+        """The same attempt when so many of its seconds are over."""
+        if self.remaining_s is None:
+            return self
+        return replace(self, remaining_s=max(0.0, self.remaining_s - seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class Demand:
     """Whether all its tokens are scored, for which nothing that is cached is of use."""
     not_giving: frozenset[str] = frozenset()
     """Instance ids from which a prefix did not come a moment ago."""
+    not_collecting: frozenset[str] = frozenset()
+    """Instance ids that did not collect one when asked to, as those of older versions."""
 
 
 class PrefixPlan(NamedTuple):
@@ -176,7 +178,7 @@ def prefill_cost(
 def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> PrefixPlan | None:
     """Returns from which worker's cache a worker that computes the input should collect its
     beginning first; None: from none."""
-    if not moment.holders:
+    if not moment.holders or worker.identity.instance_id in demand.not_collecting:
         return None
     own = UNIT_TOKENS * moment.overlap.units(worker.number)
     # Who holds most may be full and so no candidate, and yet the only one that has measured.

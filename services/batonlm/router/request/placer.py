@@ -154,7 +154,8 @@ class Placer:
             busy=passed_over(self._busy, now),
             ejected=self._fleet.prefills.ejected(now) | self._fleet.decodes.ejected(now),
             quarantined=self._services.quarantine.taken if run.suspect else frozenset(),
-            not_giving=self._fleet.prefix_pauses.current(now),
+            not_giving=self._fleet.prefix_pauses.not_giving(now),
+            not_collecting=self._fleet.prefix_pauses.not_collecting(now),
         )
 
     def at(self, move: Migration, tokens: int) -> Placement | None:

@@ -25,7 +25,7 @@ from batonlm.core.errors import (
 from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.observe.stages import Stage
 from batonlm.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
-from batonlm.core.request.model import ModelDescription
+from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import Finished
 from batonlm.core.request.request_state import AttemptRun, RequestState
@@ -46,7 +46,6 @@ from batonlm.rpc.tracing import NO_SPAN, Span, error_type
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.v1.detokenizer_pb2 import OpenText
 from batonlm.v1.prefill_pb2 import RunResponse
-from batonlm.v1.types_pb2 import PrefixCollected
 
 log = logging.getLogger(__name__)
 
@@ -403,8 +402,7 @@ class AttemptRunner:
             if self._place is not None:
                 self._place.answered(answer.queue_us / 1e6, answer.prefill_us / 1e6)
             self._stages.prefill_answered(self._run, answer)
-            if answer.HasField("prefix"):
-                self._prefix_over(answer.prefix)
+            self._prefix_over(worker.identity, answer)
             self._request.kv_complete(self._run, answer.cached_tokens)
             if logprobs is not None:
                 self._request.scored(logprobs)
@@ -433,10 +431,10 @@ class AttemptRunner:
         self._metrics.kv_bytes.inc(started.received_bytes)
         if self._place is not None:
             self._place.prefilled()
-        if started.HasField("prefix"):
-            self._prefix_over(started.prefix)
         remotely = self._place is not None and self._place.prefill is not None
         here = not self._run.moved and not remotely
+        if here and self._place is not None and self._place.decode is not None:
+            self._prefix_over(self._place.decode.identity, started)
         self._stages.kv_complete(self._run, started, computed=here)
         if self._taking is not None:
             self._taking.arrived()
@@ -446,16 +444,20 @@ class AttemptRunner:
                 self._request.kv_complete(self._run, started.cached_tokens)
         self._state.kv_complete(self._number)
 
-    def _prefix_over(self, prefix: PrefixCollected) -> None:
-        """What was to come from another worker's cache came, or did not."""
+    def _prefix_over(self, receiver: WorkerIdentity, answer: RunResponse | SequenceStarted) -> None:
+        """What the computing worker was to collect from another one's cache came, or did not."""
         plan = None if self._place is None else self._place.decision.plan
         if self._place is None or plan is None:
             return
+        pauses, now = self._request.services.fleet.prefix_pauses, asyncio.get_running_loop().time()
+        if not answer.HasField("prefix"):
+            pauses.did_not_collect(receiver.instance_id, now)
+            return
+        prefix = answer.prefix
         self._metrics.kv_bytes.inc(prefix.received_bytes)
         self._metrics.collected(prefix.num_tokens, self._place.decision.reason_to_collect)
-        if prefix.outcome not in ("completed", "cached"):
-            now = asyncio.get_running_loop().time()
-            self._request.services.fleet.prefix_pauses.gave_none(plan.sender.instance_id, now)
+        if prefix.outcome not in ("completed", "cached", "full"):
+            pauses.gave_none(plan.sender.instance_id, now)
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         runs = self._prefilling is not None and not self._prefilling.done()

@@ -595,6 +595,10 @@ MAX_LOGGED_PAIRS = 4096
 PREFIX_PAUSE_S = 5.0
 """Seconds for which no prefix is collected from a worker from whose cache one did not come."""
 
+COLLECT_PAUSE_S = 600.0
+"""Seconds for which a worker that did not answer what came of a prefix is not asked to collect one.
+Its version is older than that, and stays so as long as it lives."""
+
 
 def passed_over(until: dict[str, float], now: float) -> frozenset[str]:
     """Returns the instance ids of workers that are still passed over; drops the others. until: by
@@ -605,18 +609,26 @@ def passed_over(until: dict[str, float], now: float) -> frozenset[str]:
 
 
 class PrefixPauses:
-    """Workers from whose caches a prefix did not come a moment ago. Times are in seconds of one
-    clock."""
+    """Workers from whose caches a prefix did not come a moment ago, and those that do not collect
+    any. Times are in seconds of one clock."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._not_giving: dict[str, float] = {}
+        self._not_collecting: dict[str, float] = {}
 
     def gave_none(self, instance_id: str, now: float) -> None:
-        self._until[instance_id] = now + PREFIX_PAUSE_S
+        self._not_giving[instance_id] = now + PREFIX_PAUSE_S
 
-    def current(self, now: float) -> frozenset[str]:
-        """Returns their instance ids."""
-        return passed_over(self._until, now)
+    def did_not_collect(self, instance_id: str, now: float) -> None:
+        self._not_collecting[instance_id] = now + COLLECT_PAUSE_S
+
+    def not_giving(self, now: float) -> frozenset[str]:
+        """Returns instance ids."""
+        return passed_over(self._not_giving, now)
+
+    def not_collecting(self, now: float) -> frozenset[str]:
+        """Returns instance ids."""
+        return passed_over(self._not_collecting, now)
 
 
 class Fleet:
