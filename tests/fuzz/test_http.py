@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from batonlm.router.api.http.anthropic import CountTokensBody, MessagesBody
 from batonlm.router.api.http.ollama import OllamaBody, OllamaChatBody, OllamaGenerateBody
+from batonlm.router.api.http.openai_responses import ResponsesBody
 from batonlm.router.api.http.schema import ChatBody, CompletionBody, GenerationBody
 from batonlm.rpc.address import split
 from tests.fuzz import oracle
@@ -69,6 +70,7 @@ def _fuzz(target: Target, count: int, *, fixed: bool) -> None:
     inputs = requests(
         paths(),
         st.one_of([bodies(kind) for base in BASES for kind in kinds(base)])
+        | bodies(ResponsesBody)
         | st.binary(max_size=30),
     )
 

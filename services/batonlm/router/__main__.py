@@ -39,6 +39,7 @@ from batonlm.router.processes import OwnProcess, cores, run_processes
 from batonlm.router.request import pacing
 from batonlm.router.request.migration import Migrator
 from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.request.response_store import MemoryStore, ResponseStore, SqliteStore
 from batonlm.router.workers.discovery import Replicas, discovery_of
 from batonlm.router.workers.fleet import Fleet
 from batonlm.rpc import config as configuration
@@ -59,6 +60,8 @@ from batonlm.rpc.server import (
 log = logging.getLogger(__name__)
 
 HTTP_GRACE_S = 1.0
+RESPONSES = "responses.sqlite"
+"""The store of responses of several processes, in their folder."""
 READINESS_S = 1.0
 
 
@@ -93,6 +96,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
     metrics = RouterMetrics()
     tracer = config.tracer("router", identity.instance_id)
     usage = UsageLog(config.usage_log, identity.instance_id) if config.usage_log else None
+    store = _response_store(config, own)
     aliases = AliasFile(config) if config.aliases else None
     now = partial(aliases.now, fleet.adapters.knows) if aliases is not None else None
     pipeline = Pipeline(fleet, config, metrics, replicas.live_replicas, tracer, usage, now)
@@ -136,7 +140,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             token=config.peer_token,
             hosts=None if config.keys else AllowedHosts(config.http_listen, config.allowed_hosts),
         )
-        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, own)
+        app: ASGIApp = HttpApp(pipeline, REGISTRY, http_access, pages, own, store)
         if config.cors_origins:
             app = with_cors(app, config.cors_origins)
         http = await serve_http(
@@ -183,6 +187,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
             await pipeline.close()
             await http.close(HTTP_GRACE_S)
             await server.stop(0)
+            await store.close()
             if usage is not None:
                 await asyncio.to_thread(usage.close)
     finally:
@@ -193,6 +198,16 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
         tracer.close()
         if own is not None:
             own.close()
+
+
+def _response_store(config: RouterConfig, own: OwnProcess | None) -> ResponseStore:
+    """Raises InvalidArgument naming the option."""
+    path = config.responses_file
+    if not path and own is not None and own.count > 1:
+        # A client's next request may reach another process. This file ends with the first one.
+        path = f"{own.folder}/{RESPONSES}"
+    limits = config.responses
+    return SqliteStore(path, limits) if path and limits.max_bytes else MemoryStore(limits)
 
 
 class AliasFile(FollowedFile[dict[str, Alias]]):

@@ -13,6 +13,7 @@ from batonlm.core.routing.aliases import Alias
 from batonlm.core.routing.rebalance import RebalancePolicy
 from batonlm.core.routing.routing import RoutingPolicy
 from batonlm.router.api.access import check_exposure
+from batonlm.router.request.response_store import StoreLimits
 from batonlm.router.workers.discovery import parse_target
 from batonlm.rpc.address import AllowedHosts
 from batonlm.rpc.config import option
@@ -201,6 +202,26 @@ class RouterConfig(ProcessOptions):
         "empty: nowhere",
         unit="file",
     )
+    responses_file: str = option(
+        "",
+        "SQLite file of stored responses (/v1/responses), which routers of this machine may share; "
+        "empty: in memory",
+        unit="file",
+    )
+    responses_mb: int = option(
+        64,
+        "stored responses, with their input, at a time; one tenant has a quarter of it at most; 0: "
+        "none is stored",
+        unit="MiB",
+        minimum=0,
+        maximum=1 << 20,
+    )
+    responses_idle_s: float = option(
+        86_400.0,
+        "a stored response that nobody used for so long is forgotten",
+        unit="s",
+        minimum=1.0,
+    )
     timings: bool = option(
         True,
         "tell clients how long each stage of their requests took and which workers served, and "
@@ -275,6 +296,10 @@ class RouterConfig(ProcessOptions):
     def own_aliases(self) -> dict[str, Alias]:
         """What `model_aliases` says."""
         return {name: Alias(((self.model[0], 1),)) for name in self.model_aliases}
+
+    @property
+    def responses(self) -> StoreLimits:
+        return StoreLimits(self.responses_mb << 20, self.responses_idle_s)
 
     @property
     def routing(self) -> RoutingPolicy:

@@ -77,6 +77,7 @@ class Scripted:
     is_ready: bool = True
     thinks: bool = False
     """Whether its model has a format of reasoning."""
+    request_timeout_s: float = 600.0
     asked: list[tuple[str, int]] = field(default_factory=list)
     """Tenants and priorities that turn_away was asked about."""
     faults: list[str] = field(default_factory=list)

@@ -24,6 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [104]},
     "/api/chat": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
 }
 JSON = {"content-type": "application/json"}

@@ -261,7 +261,8 @@ class Request:
     resumes: StreamPosition | None = None
     """What the client has of an earlier run's stream, which this one continues."""
     keyed_stream_id: str = ""
-    """The id of its stream where that follows from the client's idempotency key; else empty."""
+    """The id of its stream where that is known before it runs: it follows from the client's
+    idempotency key, or the request runs in the background. Else empty."""
 
     def stream_id(self, request_id: str) -> str:
         """Returns the id of its stream, from which what is left to chance follows. request_id: of

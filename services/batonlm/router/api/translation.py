@@ -1,13 +1,14 @@
-"""Translation that the APIs share: structured output to a Grammar, and errors back to the client's
-field names."""
+"""Translation that the APIs share: structured output to a Grammar, parts of a conversation to its
+messages, and errors back to the client's field names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from batonlm.core.errors import BatonError, InvalidArgument
-from batonlm.core.request.request import Grammar, GrammarKind
+from batonlm.core.request.request import Grammar, GrammarKind, Message, ToolCall
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_CHOICES = 1024
@@ -17,6 +18,31 @@ _KEY = re.compile(r"[ -~]{1,255}", re.ASCII)
 
 _PREDICATES = ("must ", "cannot be ", "takes ", "is not supported ")
 """Beginnings of messages that describe their field without naming it."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One of core's messages while it grows from parts of the client's."""
+
+    role: str
+    origin: str
+    """The client's field that it comes from."""
+    tool_call_id: str = ""
+    tool: str = ""
+    """The name of the tool that was called."""
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        return Message(
+            self.role,
+            "\n".join(filter(None, self.texts)),
+            tool_calls=tuple(self.calls),
+            tool_call_id=self.tool_call_id,
+            name=self.tool,
+            reasoning="".join(self.thoughts),
+        )
 
 
 def lark_or_gbnf(text: str) -> Grammar:

@@ -250,11 +250,12 @@ class KeptStreams:
         most_readers: int = MAX_READERS,
         most_readers_of_tenant: int = MAX_READERS_OF_TENANT,
     ) -> None:
-        """start: `Pipeline.open`. background: runs a task that the pipeline's end cancels. left:
-        the failure of a run that this ends. most_of_tenant: 0: nothing is kept."""
+        """start: `Pipeline.open`. background: see the attribute. left: the failure of a run that
+        this ends. most_of_tenant: 0: nothing is kept."""
         self.kept_s = kept_s
         self._start = start
-        self._background = background
+        self.background = background
+        """Runs a task that the pipeline's end cancels."""
         self._left = left
         self._most_of_tenant = most_of_tenant
         self._most_entries = most_entries
@@ -299,13 +300,15 @@ class KeptStreams:
             raise KeyReused("Idempotency-Key was sent with another request before.")
         if not self._has_room(name):
             if request.keyed_stream_id and self._most_of_tenant:
-                raise Overloaded("Too many requests with an Idempotency-Key run.")
+                raise Overloaded(
+                    "Too many requests in the background or with an Idempotency-Key run."
+                )
             return await self._start(request, holding)
         kept = KeptStream(request, view)
         if stream_id:
             self._of.setdefault(name, {})[stream_id] = kept
         self._holding[kept] = None
-        kept.task = self._background(self._run(kept, holding))
+        kept.task = self.background(self._run(kept, holding))
         self._running.add(kept)
         kept.task.add_done_callback(lambda _: self._running.discard(kept))
         self._count(kept, prompt_bounds(request.prompt)[2] // ENTRY_BYTES)

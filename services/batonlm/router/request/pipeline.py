@@ -312,6 +312,11 @@ class Pipeline:
         return Pipeline(self._fleet, apart, RouterMetrics(CollectorRegistry()), aliases=dict)
 
     @property
+    def request_timeout_s(self) -> float:
+        """The time that a request has when it names none."""
+        return self._config.request_timeout_s
+
+    @property
     def num_requests(self) -> int:
         """Requests that were admitted and have not ended."""
         return self._num_requests

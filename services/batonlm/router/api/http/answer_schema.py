@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 FinishReasonWord = Literal["stop", "length", "abort", "tool_calls"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class StrictStruct(msgspec.Struct, forbid_unknown_fields=True):
@@ -474,6 +475,147 @@ MESSAGE_EVENTS = (
     Ping,
     MessagesError,
 )
+
+
+class ResponseText(StrictStruct, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprobs]
+
+
+class ResponseReasoningText(StrictStruct, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class ResponseSummaryText(StrictStruct, tag_field="type", tag="summary_text"):
+    text: str
+
+
+class ResponseOutputMessage(StrictStruct, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"]
+    content: list[ResponseText]
+
+
+class ResponseReasoning(StrictStruct, tag_field="type", tag="reasoning"):
+    """summary: the reasoning itself, where the client asked for its summary, and else empty."""
+
+    id: str
+    status: ItemStatus
+    summary: list[ResponseSummaryText]
+    content: list[ResponseReasoningText]
+    encrypted_content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseFunctionCall(StrictStruct, tag_field="type", tag="function_call"):
+    """arguments: JSON text; where the end of the answer cut it, the status is incomplete."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+ResponseItem = ResponseOutputMessage | ResponseReasoning | ResponseFunctionCall
+
+
+class ResponseInputTokens(StrictStruct):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(StrictStruct):
+    """tried_tokens: as in `UsageAnswer`."""
+
+    input_tokens: int
+    input_tokens_details: ResponseInputTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
+    tried_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseFailure(StrictStruct):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class IncompleteDetails(StrictStruct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseDocument(StrictStruct):
+    """Of POST /v1/responses. usage: null until it is over, and where it failed. What the client
+    asked for is repeated."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
+    metadata: dict[str, str]
+    model: str
+    output: list[ResponseItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None
+    user: None
+    baton: AnswerTimings | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseEvent(StrictStruct, kw_only=True):
+    """One of a stream of POST /v1/responses. type: as in OpenAI's API; it says which of the other
+    fields there are. sequence_number: 0 is the first event's."""
+
+    type: str
+    sequence_number: int
+    response: ResponseDocument | msgspec.UnsetType = msgspec.UNSET
+    item: ResponseItem | msgspec.UnsetType = msgspec.UNSET
+    item_id: str | msgspec.UnsetType = msgspec.UNSET
+    output_index: int | msgspec.UnsetType = msgspec.UNSET
+    content_index: int | msgspec.UnsetType = msgspec.UNSET
+    summary_index: int | msgspec.UnsetType = msgspec.UNSET
+    part: ResponseText | ResponseReasoningText | ResponseSummaryText | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: list[ChatTokenLogprobs] | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ResponseDeleted(StrictStruct):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseInputItems(StrictStruct):
+    """data: the items of the response's own input."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class OllamaCalled(StrictStruct):

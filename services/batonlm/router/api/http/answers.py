@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from batonlm.core.errors import BatonError
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import (
@@ -116,6 +117,11 @@ class AnswerWriter(ABC):
         if with_timings:
             last |= self.timings()
         return [self.chunk([]) | last] if last else []
+
+    def failure(self, error: BatonError) -> Json | None:
+        """Returns the last event of a stream that fails after what was written; None: the document
+        of the failure."""
+        return None
 
     def timing_headers(self) -> list[Header]:
         """Returns a `Server-Timing` header, which browsers display, in milliseconds; only for a
@@ -274,19 +280,20 @@ class ChatAnswer(AnswerWriter):
     def _logprobs(self, delta: Delta) -> Json:
         if not self._call.wants_logprobs:
             return {"logprobs": None}
-        content = [
-            self._token(entry.token) | {"top_logprobs": [self._token(top) for top in entry.top]}
-            for entry in delta.logprobs
-        ]
+        content = [token_logprobs(self._call, entry) for entry in delta.logprobs]
         return {"logprobs": {"content": content, "refusal": None}}
 
-    def _token(self, token: TextLogprob) -> Json:
-        as_ids = self._call.tokens_as_ids
+
+def token_logprobs(call: GenerationCall, entry: TokenLogprobs) -> Json:
+    def shown(token: TextLogprob) -> Json:
+        as_ids = call.tokens_as_ids
         return {
             "token": _id_name(token) if as_ids else token.text.decode(errors="replace"),
             "logprob": max(token.logprob, _LOWEST),
             "bytes": list(token.text),
         }
+
+    return shown(entry.token) | {"top_logprobs": [shown(top) for top in entry.top]}
 
 
 class CompletionAnswer(AnswerWriter):

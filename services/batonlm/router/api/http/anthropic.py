@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,7 +24,6 @@ from batonlm.core.request.request import (
     FinishReason,
     Grammar,
     GrammarKind,
-    Message,
     Request,
     SamplingParams,
     Tool,
@@ -49,7 +47,7 @@ from batonlm.router.api.http.responses import (
     utc_time,
 )
 from batonlm.router.api.http.schema import INSTEAD, REFUSED_ELSEWHERE, decode, no_value
-from batonlm.router.api.translation import in_client_words
+from batonlm.router.api.translation import Turn, in_client_words
 
 
 class MessageText(msgspec.Struct):
@@ -255,44 +253,19 @@ def _prompt(body: CountTokensBody) -> tuple[ChatPrompt, _FieldNames]:
     return prompt, _FieldNames([turn.origin for turn in turns])
 
 
-@dataclass(slots=True)
-class _Turn:
-    """One of core's messages while it grows."""
-
-    role: str
-    origin: str
-    """The client's field that it comes from."""
-    tool_call_id: str = ""
-    tool: str = ""
-    """The name of the tool that was called."""
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def message(self) -> Message:
-        return Message(
-            self.role,
-            "\n".join(filter(None, self.texts)),
-            tool_calls=tuple(self.calls),
-            tool_call_id=self.tool_call_id,
-            name=self.tool,
-            reasoning="".join(self.thoughts),
-        )
-
-
 class _Conversation:
     """Core's messages of a body's. Turns of one role after each other are one message, as this API
     defines it; a result of a tool is a message of its own."""
 
     def __init__(self) -> None:
-        self.turns: list[_Turn] = []
+        self.turns: list[Turn] = []
         self._tools: dict[str, str] = {}
         """Names of called tools by the ids of their calls."""
 
-    def open(self, origin: str, role: str) -> _Turn:
+    def open(self, origin: str, role: str) -> Turn:
         """Returns the turn to which more of this role belongs."""
         if not (self.turns and self.turns[-1].role == role in ("user", "assistant")):
-            self.turns.append(_Turn(role, origin))
+            self.turns.append(Turn(role, origin))
         return self.turns[-1]
 
     def add(self, name: str, turn: TurnOfMessages) -> None:
@@ -331,7 +304,7 @@ class _Conversation:
                 if call_id not in self._tools:
                     raise wrong(f"{name}.tool_use_id", "must be the id of a tool_use before it")
                 text = _text(f"{name}.content", block.content or "")
-                self.turns.append(_Turn("tool", name, call_id, self._tools[call_id], [text]))
+                self.turns.append(Turn("tool", name, call_id, self._tools[call_id], [text]))
             case _:
                 own = {"user": " or tool_result", "assistant": ", thinking or tool_use"}
                 raise wrong(f"{name}.type", f"must be text{own.get(role, '')} in a {role} message")

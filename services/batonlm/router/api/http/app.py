@@ -47,8 +47,13 @@ from batonlm.router.api.http.connect import connect_routes, send_failure, speaks
 from batonlm.router.api.http.explain import explain_endpoint
 from batonlm.router.api.http.generation import Generation, KeptStreamRoute, LeaveStreamRoute
 from batonlm.router.api.http.ollama import OLLAMA, PREFIX, ollama_routes
+from batonlm.router.api.http.openai_responses import (
+    RESPONSES,
+    ResponsesAnswer,
+)
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
+from batonlm.router.api.http.response_routes import ResponsesRoute, StoredResponseRoute
 from batonlm.router.api.http.responses import (
     OPENAI,
     HttpError,
@@ -79,6 +84,7 @@ from batonlm.router.api.http.vectors import (
 )
 from batonlm.router.observe.metrics import TenantBlind
 from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.request.response_store import MemoryStore, ResponseStore
 from batonlm.rpc.errors import forget_frames
 from batonlm.rpc.logs import named
 
@@ -130,18 +136,30 @@ class HttpApp:
         access: HttpAccess,
         pages: Sequence[BaseRoute] = (),
         others: OtherProcesses | None = None,
+        store: ResponseStore | None = None,
     ):
-        """others: where this router consists of several processes."""
+        """others: where this router consists of several processes. store: of responses; None: in
+        memory."""
         self._access = access
         self._bodies = bodies = Bodies(pipeline)
         self._pipeline = pipeline
         self._registry = registry
         self._others = others
         self._created = int(time.time())
-        posts: dict[str, ASGIApp] = {
-            "/chat/completions": Generation(pipeline, bodies, parse_chat, ChatAnswer),
-            "/completions": Generation(pipeline, bodies, parse_completion, CompletionAnswer),
-            MESSAGES: Generation(pipeline, bodies, parse_messages, MessagesAnswer, ANTHROPIC),
+        responses = ResponsesRoute(
+            pipeline,
+            bodies,
+            ResponsesAnswer,
+            RESPONSES,
+            store=MemoryStore() if store is None else store,
+        )
+        stored = StoredResponseRoute(responses)
+        posts: dict[str, Any] = {
+            "/responses": responses,
+            "/responses/{id}/cancel": responses.cancel,
+            "/chat/completions": Generation(pipeline, bodies, ChatAnswer, parse=parse_chat),
+            "/completions": Generation(pipeline, bodies, CompletionAnswer, parse=parse_completion),
+            MESSAGES: Generation(pipeline, bodies, MessagesAnswer, ANTHROPIC, parse=parse_messages),
             f"{MESSAGES}/count_tokens": CountTokens(pipeline, bodies, CountTokensBody),
             "/tokenize": Tokenizing(pipeline, bodies, TokenizeBody),
             "/detokenize": Detokenizing(pipeline, bodies, DetokenizeBody),
@@ -154,6 +172,7 @@ class HttpApp:
             ),
         }
         gets: dict[str, Any] = {
+            "/responses/{id}/input_items": responses.list_items,
             "/models": self._list_models,
             # A path, because names such as "organisation/model" have slashes.
             "/models/{model:path}": self._show_model,
@@ -178,6 +197,10 @@ class HttpApp:
             ),
             *(
                 Route(f"{prefix}/streams/{{id}}", LeaveStreamRoute(pipeline), methods=["DELETE"])
+                for prefix in ("/v1", "")
+            ),
+            *(
+                Route(f"{prefix}/responses/{{id}}", stored, methods=["GET", "DELETE"])
                 for prefix in ("/v1", "")
             ),
             Route("/version", self._show_version),

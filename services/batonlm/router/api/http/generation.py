@@ -8,9 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batonlm.core.admission.admission import Holding
+from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import BatonError, Internal, InvalidArgument
 from batonlm.core.request.request import Accepted, Delta, Request, join_deltas
 from batonlm.core.request.resumption import EventIds, StreamPosition
@@ -54,12 +63,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GeneratingRoute:
     """An ASGI app. Raises BatonError or HttpError only before anything is sent."""
 
     pipeline: Pipeline
     bodies: Bodies
-    parse: Callable[[bytes], GenerationCall]
     answer: Callable[[GenerationCall, Sequence[Accepted], int], AnswerWriter]
     wire: WireFormat = OPENAI
 
@@ -76,7 +84,8 @@ class Generation:
                 if resumes and not self.wire.resumable:
                     name = RESUME_HEADER if last_event_id is None else LAST_EVENT_ID_HEADER
                     raise InvalidArgument(f"{name} is not supported on this route", field=name)
-                call = self.parse(body.raw).of(tenant, context_of(headers))
+                call = await self.read(body.raw, tenant, body.holding)
+                call = call.of(tenant, context_of(headers))
                 if last_event_id is not None:
                     call = call.with_event_ids(last_event_id.decode("latin-1").strip())
                 elif call.stream and resumes:
@@ -85,6 +94,13 @@ class Generation:
                     call = call.with_idempotency_key(key.decode("latin-1"))
             body.raw = b""
             await self.respond(call, body.holding, given, receive, send)
+
+    async def read(self, raw: bytes, tenant: Tenant, holding: Holding) -> GenerationCall:
+        """Returns what a body asks for. holding: the room of its bytes. Raises BatonError."""
+        raise NotImplementedError
+
+    async def keep(self, call: GenerationCall, answer: AnswerWriter) -> None:
+        """Called with a whole answer, before its end is sent."""
 
     async def respond(
         self,
@@ -98,21 +114,13 @@ class Generation:
         events = EventWriter(send, self.wire)
         with_timings = _says_yes(given.get("x-baton-timings"))
         try:
-            work = self._respond(call, holding, send, events, with_timings=with_timings)
-            await while_connected(receive, work)
+            with worded(call):
+                work = self._respond(call, holding, send, events, with_timings=with_timings)
+                await while_connected(receive, work)
         except asyncio.CancelledError:
             # The server closes; the request's resources are released.
             await events.break_off(left())
             raise
-        except KeyReused as error:
-            raise HttpError(
-                422, error.message, code="idempotency_key_reused", headers=()
-            ) from error
-        except StillRunning as error:
-            code = "idempotency_key_in_use"
-            raise HttpError(409, error.message, code=code, headers=()) from error
-        except BatonError as error:
-            raise in_client_words(error, call.names) from error
 
     async def _respond(
         self,
@@ -132,6 +140,7 @@ class Generation:
             headers += self.wire.id_headers(call.stream_id(accepted[0]))
             if not call.stream:
                 document = answer.document(await _gathered(call, streams, answer))
+                await self.keep(call, answer)
                 if with_timings:
                     document |= answer.timings()
                     headers += answer.timing_headers()
@@ -150,6 +159,7 @@ class Generation:
                             for prompt, stream in enumerate(streams)
                         ]
                         await in_parallel(*pumps)
+                await self.keep(call, answer)
                 last = answer.last_chunk(with_timings=with_timings)
                 if ids is None:
                     await events.write(last)
@@ -163,7 +173,31 @@ class Generation:
                 error = Internal("internal error")
             if error is not None:
                 error.request_id = call.stream_id(accepted[0])
-            await events.end(error)
+            await events.end(error, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(GeneratingRoute):
+    """A route whose bodies say all that there is to know."""
+
+    parse: Callable[[bytes], GenerationCall] = field(kw_only=True)
+
+    async def read(self, raw: bytes, tenant: Tenant, holding: Holding) -> GenerationCall:
+        return self.parse(raw)
+
+
+@contextmanager
+def worded(call: GenerationCall) -> Iterator[None]:
+    """Raises the failures of a call as its client is to see them."""
+    try:
+        yield
+    except KeyReused as error:
+        raise HttpError(422, error.message, code="idempotency_key_reused", headers=()) from error
+    except StillRunning as error:
+        code = "idempotency_key_in_use"
+        raise HttpError(409, error.message, code=code, headers=()) from error
+    except BatonError as error:
+        raise in_client_words(error, call.names) from error
 
 
 async def _gathered(
@@ -233,7 +267,7 @@ def _says_yes(value: bytes | None) -> bool:
 class View:
     """How a kept stream is shown again: as by the call that began it."""
 
-    generation: Generation
+    route: GeneratingRoute
     call: GenerationCall
 
 
@@ -275,7 +309,7 @@ class KeptStreamRoute:
                 if kept is None or not isinstance(kept.view, View):
                     raise not_kept(LAST_EVENT_ID_HEADER)
                 call = kept.view.call.streamed()
-                if kept.view.generation.wire.resumable and len(call.requests) == 1:
+                if kept.view.route.wire.resumable and len(call.requests) == 1:
                     call = call.resuming(StreamPosition(stream_id, kept.created))
                     if last is not None:
                         call = call.with_event_ids(last.decode("latin-1").strip())
@@ -288,7 +322,7 @@ class KeptStreamRoute:
                 ids = [each.stream_id(stream_id) for each in call.requests]
                 if any(self.pipeline.kept.find(tenant, each) is None for each in ids):
                     raise not_kept(LAST_EVENT_ID_HEADER)
-            await kept.view.generation.respond(call, holding, given, receive, send)
+            await kept.view.route.respond(call, holding, given, receive, send)
 
 
 @asynccontextmanager
@@ -404,10 +438,14 @@ class EventWriter:
         self._idle = False
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def end(self, error: BatonError | None = None) -> None:
-        """Ends the stream, with its failure if it has one."""
-        wire = self.wire
-        event = wire.end if error is None else wire.frame(wire.failure(error, error.request_id))
+    async def end(
+        self, error: BatonError | None = None, answer: AnswerWriter | None = None
+    ) -> None:
+        """Ends the stream, with its failure if it has one. answer: what was written."""
+        wire, event = self.wire, self.wire.end
+        if error is not None:
+            told = answer.failure(error) if answer is not None else None
+            event = wire.frame(told or wire.failure(error, error.request_id))
         self._open = False
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 

@@ -640,9 +640,11 @@ def ollama_routes(pipeline: Pipeline, bodies: Bodies, created: float) -> list[Ba
         return json_response({"models": found})
 
     posts: dict[str, ASGIApp] = {
-        "chat": OllamaGeneration(pipeline, bodies, parse_ollama_chat, OllamaChatAnswer, OLLAMA),
+        "chat": OllamaGeneration(
+            pipeline, bodies, OllamaChatAnswer, OLLAMA, parse=parse_ollama_chat
+        ),
         "generate": OllamaGeneration(
-            pipeline, bodies, parse_ollama_generate, OllamaGenerateAnswer, OLLAMA
+            pipeline, bodies, OllamaGenerateAnswer, OLLAMA, parse=parse_ollama_generate
         ),
         "embed": VectorRoute(
             pipeline, bodies, OllamaEmbedBody, embed_texts, write_ollama_embeddings

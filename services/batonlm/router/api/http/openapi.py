@@ -19,6 +19,7 @@ from batonlm.router.api.http.ollama import (
     OllamaGenerateBody,
     OllamaShowBody,
 )
+from batonlm.router.api.http.openai_responses import ResponsesBody
 from batonlm.router.api.http.parse import LAST_EVENT_ID_HEADER, RESUME_HEADER
 from batonlm.router.api.http.responses import Json
 from batonlm.router.api.http.schema import (
@@ -40,7 +41,7 @@ _ERRORS = {
     400: "A parameter has a value that it cannot have; `param` names it.",
     401: "The key is missing or wrong.",
     403: "The key is not an operator's.",
-    404: "There is no such model, or no such request of the caller's.",
+    404: "There is no such model, or no such request or response of the caller's.",
     408: "The request did not arrive in time.",
     409: "The request with this Idempotency-Key runs, and its answer cannot be told twice.",
     413: "The body is too large.",
@@ -66,7 +67,8 @@ would change the answer and are not offered, so they are refused: {refused}; in 
 Paths that begin with `/v1` are served without it, too, and `/tokenize`, `/detokenize` and `/score`
 also with it. A streamed answer is a series of server-sent events; each but the last, `[DONE]`, is a
 chunk or an error document. A stream that ends without `[DONE]` has failed. Events of messages have
-names and end with `message_stop`.
+names and end with `message_stop`, those of responses with `response.completed`, `.incomplete` or
+`.failed`.
 """
 _STREAM_HEADERS = {
     "x-request-id": "The client's own `request_id`, or the one that this server gave.",
@@ -108,7 +110,7 @@ def openapi_document() -> Json:
     _, schemas = msgspec.json.schema_components(
         dict.fromkeys(kinds), ref_template="#/components/schemas/{name}"
     )
-    for body in (ChatBody, CompletionBody, MessagesBody):
+    for body in (ChatBody, CompletionBody, MessagesBody, ResponsesBody):
         _add_ranges(schemas[body.__name__]["properties"], body)
     completion_fields = set(CompletionBody.__struct_encode_fields__)
     return {
@@ -141,6 +143,7 @@ def _paths() -> Json:
         "id", "path", "Of an answer, or of its header `x-baton-request-id` or `x-request-id`."
     )
     stream_id = _parameter("id", "path", "Of its chunks: the part of an event's id before the dot.")
+    response_id = _parameter("id", "path", "Of a response.")
     replay = _parameter(
         "replay",
         "query",
@@ -163,6 +166,72 @@ def _paths() -> Json:
             CompletionBody,
             answers.TextCompletion,
             (answers.TextCompletion,),
+        ),
+        "/v1/responses": _post(
+            "createResponse",
+            "Answer a conversation, and store the answer, in the form of OpenAI's Responses",
+            ResponsesBody,
+            answers.ResponseDocument,
+            (answers.ResponseEvent,),
+            resumable=False,
+        ),
+        "/v1/responses/{id}": {
+            **_get(
+                "showResponse",
+                "One stored response of the caller's",
+                {
+                    **_json(answers.ResponseDocument),
+                    "text/event-stream": {"schema": _STRING},
+                },
+                response_id,
+                _parameter(
+                    "stream",
+                    "query",
+                    "Its events, where they are still kept.",
+                    enum=["true", "false"],
+                ),
+                _parameter(
+                    "starting_after",
+                    "query",
+                    "The stream goes on after the event with this number.",
+                    type="integer",
+                ),
+            ),
+            "delete": {
+                "operationId": "deleteResponse",
+                "summary": "Forget a response",
+                "parameters": [response_id],
+                "responses": {
+                    "200": {
+                        "description": "It is gone.",
+                        "content": _json(answers.ResponseDeleted),
+                    },
+                    **_errors(_GET_ERRORS),
+                },
+            },
+        },
+        "/v1/responses/{id}/cancel": {
+            "post": {
+                "operationId": "cancelResponse",
+                "summary": "End a response that runs in the background",
+                "parameters": [response_id],
+                "responses": {
+                    "200": {
+                        "description": "The response, which is over.",
+                        "content": _json(answers.ResponseDocument),
+                    },
+                    **_errors(_GET_ERRORS),
+                },
+            }
+        },
+        "/v1/responses/{id}/input_items": _get(
+            "listInputItems",
+            "The input of a stored response",
+            _json(answers.ResponseInputItems),
+            response_id,
+            _parameter("after", "query", "The list goes on after the item with this id."),
+            _parameter("limit", "query", "So many at most.", type="integer"),
+            _parameter("order", "query", "The newest first, or last.", enum=["asc", "desc"]),
         ),
         "/v1/messages": _post(
             "createMessage",
@@ -304,12 +373,19 @@ def _post(
     answer: type,
     chunks: Sequence[type] = (),
     prefix: str = "",
+    *,
+    resumable: bool = True,
 ) -> dict[str, Any]:
-    """chunks: the events of a stream. prefix: begins the names of its errors."""
+    """chunks: the events of a stream. prefix: begins the names of its errors. resumable: whether
+    events may have ids, where the prefix is empty."""
     content, headers, parameters = _json(answer), {}, []
     if chunks:
         if not prefix:
-            parameters = [_parameter(name, "header", text) for name, text in _RESUMING.items()]
+            parameters = [
+                _parameter(name, "header", text)
+                for name, text in _RESUMING.items()
+                if resumable or name == IDEMPOTENCY_KEY
+            ]
         kinds = " or ".join(chunk.__name__ for chunk in chunks)
         events = {**_STRING, "description": f"Events, each a {kinds}."}
         stream = "application/x-ndjson" if prefix == _OLLAMA else "text/event-stream"
@@ -402,6 +478,8 @@ def _add_ranges(properties: Json, body: type) -> None:
     ranges = {**REQUEST_RANGES, **SAMPLING_RANGES}
     if body is CompletionBody:
         ranges["logprobs"] = ranges["top_logprobs"]
+    elif body is ResponsesBody:
+        ranges["max_output_tokens"] = ranges["max_tokens"]
     elif body is ChatBody:
         ranges["max_completion_tokens"] = ranges["max_tokens"]
     if issubclass(body, GenerationBody):

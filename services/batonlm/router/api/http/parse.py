@@ -69,7 +69,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_LISTED = 32
 _INT64_MIN = -(2**63)
 _UINT64 = 2**64 - 1
-_TOOL_USES = {"none": ToolUse.NONE, "auto": ToolUse.AUTO, "required": ToolUse.REQUIRED}
+TOOL_USES = {"none": ToolUse.NONE, "auto": ToolUse.AUTO, "required": ToolUse.REQUIRED}
 
 _REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "sampling"}
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"seed"}
@@ -368,7 +368,7 @@ def _grammar(body: GenerationBody) -> tuple[Grammar | None, str]:
 def _of_single_fields(body: GenerationBody) -> Iterator[tuple[Grammar | None, str]]:
     """Yields the forms that have a field of their own. Some clients send "" for none."""
     for name in ("json_schema", "guided_json"):
-        yield _json_schema(getattr(body, name), name), name
+        yield json_schema(getattr(body, name), name), name
     for name in ("regex", "guided_regex"):
         if text := getattr(body, name):
             yield Grammar(GrammarKind.REGEX, text), name
@@ -390,7 +390,7 @@ def _of_response_format(body: GenerationBody) -> tuple[Grammar | None, str]:
             f"{name}.type must be one of text, json_object, json_schema", field=f"{name}.type"
         )
     name = f"{name}.json_schema.schema"
-    grammar = _json_schema(form.json_schema.schema, name) if form.json_schema else None
+    grammar = json_schema(form.json_schema.schema, name) if form.json_schema else None
     if grammar is None:
         raise InvalidArgument(f"{name} is required", field=name)
     return grammar, name
@@ -399,7 +399,7 @@ def _of_response_format(body: GenerationBody) -> tuple[Grammar | None, str]:
 def _of_structured_outputs(form: StructuredOutputs) -> tuple[Grammar | None, str]:
     where = "structured_outputs"
     found: dict[str, Grammar] = {}
-    if schema := _json_schema(form.json, f"{where}.json"):
+    if schema := json_schema(form.json, f"{where}.json"):
         found["json"] = schema
     if form.regex is not None:
         found["regex"] = Grammar(GrammarKind.REGEX, form.regex)
@@ -416,7 +416,7 @@ def _of_structured_outputs(form: StructuredOutputs) -> tuple[Grammar | None, str
     return None, where
 
 
-def _json_schema(given: msgspec.Raw, field: str) -> Grammar | None:
+def json_schema(given: msgspec.Raw, field: str) -> Grammar | None:
     """Accepts an object, or a text that contains one, which some clients send. Returns None for
     null."""
     text = bytes(given).decode()
@@ -488,11 +488,11 @@ def _tool_choice(given: str | NamedTool | None, *, parallel: bool) -> ToolChoice
         if given.type != "function" or given.function is None or not given.function.name:
             raise InvalidArgument("tool_choice must name a function", field="tool_choice")
         return ToolChoice(ToolUse.REQUIRED, given.function.name, parallel)
-    if given not in _TOOL_USES:
+    if given not in TOOL_USES:
         raise InvalidArgument(
-            f"tool_choice must be {', '.join(_TOOL_USES)} or name a function", field="tool_choice"
+            f"tool_choice must be {', '.join(TOOL_USES)} or name a function", field="tool_choice"
         )
-    return ToolChoice(_TOOL_USES[given], parallel=parallel)
+    return ToolChoice(TOOL_USES[given], parallel=parallel)
 
 
 def _prompts(
