@@ -83,7 +83,7 @@ test-slow: install ## Tests that take long
 test-browser: install ## Tests of the chat page; need Debian's chromium and chromium-driver
 	@$(BIN)/python -m pytest -q -m browser tests/browser
 
-test-clients: install ## openai, litellm, llm, buf curl, grpcio, SMG, LangChain and other agents from their own packages (pip and npm)
+test-clients: install ## openai, anthropic, ollama, litellm, llm, buf curl, grpcio, SMG, LangChain and other agents from their own packages (pip and npm)
 	@$(BIN)/python -m pytest -q -m clients tests/clients
 
 test-edge: install ## Real proxies and clients before the HTTP edge; need Debian's nginx, haproxy, openjdk, curl

@@ -23,8 +23,8 @@ INSTALL_S = 600
 RUN_S = 150
 PYTHON_CLIENTS = ("openai", "anthropic", "ollama", "litellm", "llm", "grpcio", "grpcio-tools")
 NODE_CLIENTS = (
-    "openai", "@bufbuild/buf", "@bufbuild/protobuf", "@bufbuild/protoc-gen-es",
-    "@connectrpc/connect", "@connectrpc/connect-web",
+    "openai", "@anthropic-ai/sdk", "ollama", "@bufbuild/buf", "@bufbuild/protobuf",
+    "@bufbuild/protoc-gen-es", "@connectrpc/connect", "@connectrpc/connect-web",
 )  # fmt: skip
 PYTHON_AGENTS = (
     "langchain", "langchain-openai", "openai-agents", "pydantic-ai-slim[openai]", "instructor",

@@ -68,10 +68,30 @@ def test_openai(served: Served, request: pytest.FixtureRequest, language: str) -
     ]
 
 
+def told_in(served: Served, request: pytest.FixtureRequest, language: str, name: str) -> Any:
+    """What the script of this name got with Python's package, or with npm's."""
+    if language == "python":
+        command = request.getfixturevalue("python_clients") / "python", SCRIPTS / f"{name}.py"
+    else:
+        folder: Path = request.getfixturevalue("node_clients")
+        command = Path("node"), Path(shutil.copy(SCRIPTS / f"{name}.mjs", folder))
+    return json.loads(served.run(*command).splitlines()[-1])
+
+
 def test_anthropic(served: Served, python_clients: Path) -> None:
     got = said(served, python_clients / "python", SCRIPTS / "with_anthropic.py", tight="anthropic")
-    check_chat(served, got)
+    check_messages(served, got)
     assert got["with_token"] == got["chat"]
+
+
+def test_anthropic_in_node(served: Served, request: pytest.FixtureRequest) -> None:
+    check_messages(served, told_in(served, request, "node", "with_anthropic"))
+
+
+def check_messages(served: Served, got: dict[str, Any]) -> None:
+    check_chat(served, got)
+    assert got["models"] == [["model", "baton-tiny"]]
+    assert got["shown"] == ["baton-tiny", "baton-tiny", True]
     assert got["stop_reasons"] == ["max_tokens"] * 2
     assert got["usage"] == [12, 12]
     assert got["counted"][0] == got["counted"][1] > 0
@@ -84,10 +104,11 @@ def test_anthropic(served: Served, python_clients: Path) -> None:
     ]
 
 
-def test_ollama(served: Served, python_clients: Path) -> None:
-    script = SCRIPTS / "with_ollama.py"
-    got = json.loads(served.run(python_clients / "python", script).splitlines()[-1])
+@pytest.mark.parametrize("language", ["python", "node"])
+def test_ollama(served: Served, request: pytest.FixtureRequest, language: str) -> None:
+    got = told_in(served, request, language, "with_ollama")
     check_chat(served, got)
+    assert got["loaded"] == [True, "load", ""]
     assert got["models"] == got["running"] == ["baton-tiny"]
     assert got["capabilities"] == ["completion", "tools"]
     assert got["generated"] == got["chat"]

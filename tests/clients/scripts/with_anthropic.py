@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import UTC, datetime
 
 import anthropic
 
@@ -51,6 +52,7 @@ def agent(question):
         messages.append({"role": "user", "content": results})
 
 
+shown = client.models.retrieve(MODEL)
 chat = client.messages.create(messages=MESSAGES, **asked)
 with client.messages.stream(messages=MESSAGES, **asked) as stream:
     pieces = list(stream.text_stream)
@@ -62,6 +64,8 @@ limited = anthropic.Anthropic(base_url=os.environ["HTTP"], api_key=os.environ["T
 print(
     json.dumps(
         {
+            "models": [[model.type, model.id] for model in client.models.list()],
+            "shown": [shown.id, shown.display_name, shown.created_at <= datetime.now(UTC)],
             "chat": text_of(chat),
             "chat_streamed": "".join(pieces),
             "with_token": text_of(with_token.messages.create(messages=MESSAGES, **asked)),

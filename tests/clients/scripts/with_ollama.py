@@ -53,6 +53,7 @@ def agent(question):
             messages.append({"role": "tool", "tool_name": call.function.name, "content": result})
 
 
+loaded = client.generate(model=MODEL, keep_alive="5m")
 chat = client.chat(messages=MESSAGES, **asked)
 pieces = list(client.chat(messages=MESSAGES, stream=True, **asked))
 text = client.generate(prompt="Who are you?", **asked)
@@ -62,6 +63,7 @@ print(
             "models": [model.model for model in client.list().models],
             "running": [model.model for model in client.ps().models],
             "capabilities": client.show(MODEL).capabilities,
+            "loaded": [loaded.done, loaded.done_reason, loaded.response],
             "chat": chat.message.content,
             "chat_streamed": "".join(part.message.content for part in pieces),
             "generated": text.response,
