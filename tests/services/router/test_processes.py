@@ -10,7 +10,9 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -84,9 +86,15 @@ class Stream:
         return grpc.StatusCode.OK
 
 
-async def ask(router: RouterProcess, path: str, key: str = "", **body: object) -> httpx.Response:
+async def ask(
+    router: RouterProcess,
+    path: str,
+    key: str = "",
+    headers: Mapping[str, str] | None = None,
+    **body: Any,
+) -> httpx.Response:
     """One request over a connection of its own."""
-    shown = {"authorization": f"Bearer {key}"} if key else {}
+    shown = dict(headers or {}, **({"authorization": f"Bearer {key}"} if key else {}))
     # Reading the system's certificates would take most of the time.
     own = httpx.AsyncClient(trust_env=False, verify=False, headers=shown, timeout=PATIENCE_S)
     async with own as client:
@@ -179,6 +187,40 @@ async def test_a_process_that_is_killed_takes_its_streams_along_and_is_replaced(
         assert router.process.returncode is None
 
 
+def events_of(answer: httpx.Response) -> list[tuple[str, str]]:
+    """Id and text of each event but the last."""
+    *events, last = answer.text.removesuffix("\n\n").split("\n\n")
+    assert last == "data: [DONE]"
+    found = []
+    for event in events:
+        event_id, data = event.split("\n")
+        (choice,) = json.loads(data.removeprefix("data: "))["choices"]
+        found.append((event_id.removeprefix("id: "), choice["text"]))
+    return found
+
+
+@pytest.mark.deep
+async def test_a_stream_goes_on_at_whichever_process_is_reached(world: World) -> None:
+    """The one that has it reads it, and the other one runs it again."""
+    world.add()
+    body: dict[str, Any] = {"model": "", "prompt": PROMPT, "max_tokens": TOKENS, "stream": True}
+    async with router_process(world, "--processes=2") as router:
+        begun = await ask(router, "/v1/completions", headers={"x-baton-resume": "true"}, **body)
+        events = events_of(begun)
+        last, rest = events[4][0], "".join(text for _, text in events[5:])
+        known, codes = {"last-event-id": last}, []
+        for _ in range(12):
+            again = await ask(router, "/v1/completions", headers=known, **body)
+            assert "".join(text for _, text in events_of(again)) == rest
+            shown = await ask(router, f"/v1/streams/{last.partition('.')[0]}", headers=known)
+            codes.append(shown.status_code)
+            if shown.status_code == 200:
+                assert events_of(shown) == events[5:]
+            else:
+                assert "Send the request" in shown.json()["error"]["message"]
+        assert set(codes) <= {200, 404}
+
+
 @pytest.mark.deep
 async def test_a_tenants_quota_is_that_of_one_router(world: World, tmp_path: Path) -> None:
     world.add()
@@ -188,7 +230,7 @@ async def test_a_tenants_quota_is_that_of_one_router(world: World, tmp_path: Pat
     flags = ("--processes=2", f"--keys={kept.path}")
     async with router_process(world, *flags, key=staff) as router:
         began = time.monotonic()
-        body = {"model": "", "prompt": "a", "max_tokens": 1}
+        body: dict[str, Any] = {"model": "", "prompt": "a", "max_tokens": 1}
         answers = [ask(router, "/v1/completions", limited, **body) for _ in range(60)]
         codes = Counter([answer.status_code for answer in await asyncio.gather(*answers)])
         refilled = 1 + 2 * 2 * (time.monotonic() - began)
