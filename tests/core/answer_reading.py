@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from batonlm.core.request.answer_reader import AnswerParts, Reader
+from batonlm.core.request.formats.reader import AnswerParts, Reader, Schema
 from batonlm.core.request.request import ToolCallDelta
 
-NAMES = frozenset({"f", "get_weather", "get-time"})
+TOOLS: dict[str, Schema] = {"f": {}, "get_weather": {}, "get-time": {}}
 
 
 class Read(NamedTuple):
@@ -21,9 +21,9 @@ class Read(NamedTuple):
     complete: bool
 
 
-def read(pieces: Sequence[str], *readers: Reader, names: frozenset[str] = NAMES) -> Read:
+def read(pieces: Sequence[str], *readers: Reader, tools: Mapping[str, Schema] = TOOLS) -> Read:
     """Checks on the way that deltas of calls come in order, each with its name and id first."""
-    answer = AnswerParts(readers, names, lambda index: f"id{index}")
+    answer = AnswerParts(readers, tools, lambda index: f"id{index}")
     content, reasoning = "", ""
     calls: list[ToolCallDelta] = []
     for number, piece in enumerate([*pieces, ""]):
@@ -32,7 +32,7 @@ def read(pieces: Sequence[str], *readers: Reader, names: frozenset[str] = NAMES)
         reasoning += parts.reasoning
         for call in parts.tool_calls:
             if call.index == len(calls):
-                assert (call.id, bool(call.name)) == (f"id{call.index}", True)
+                assert call.name and call.id not in {"", *(other.id for other in calls)}
                 calls.append(call)
             else:
                 assert (call.index, call.id, call.name) == (len(calls) - 1, "", "")

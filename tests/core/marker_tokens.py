@@ -10,7 +10,7 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from batonlm.core.request.tool_formats import MARKERS
+from batonlm.core.request.formats.families import MARKERS
 
 _FILE = str(files("batonlm") / "models" / "baton-tiny" / "tokenizer.json")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from batonlm.core.request.answer_reader import AnswerParts
 from batonlm.core.request.answers import AnswerDeltas, CallIds
+from batonlm.core.request.formats.families import REASONING_FORMATS, TOOL_FORMATS, left_open
+from batonlm.core.request.formats.reader import AnswerParts
 from batonlm.core.request.request import ChatPrompt, Delta, FinishReason, Message
-from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS, left_open
-from tests.core.answer_reading import NAMES, read
+from tests.core.answer_reading import TOOLS, read
 
 THINK = REASONING_FORMATS["think"]
 
@@ -28,15 +28,15 @@ THINK = REASONING_FORMATS["think"]
     ],
 )
 def test_reasoning_is_told_apart(opened: bool, text: str, reasoning: str, content: str) -> None:
-    reader = THINK.read_open if opened else THINK.read
+    reader = THINK.reader(opened, None)
     for pieces in ([text], list(text)):
-        found = read(pieces, reader, names=frozenset())
+        found = read(pieces, reader, tools={})
         assert (found.reasoning, found.content) == (reasoning, content)
 
 
 def test_calls_follow_reasoning() -> None:
     text = '<think>\nI call.\n</think>\n\n<tool_call>\n{"name": "f"}\n</tool_call>'
-    found = read(list(text), THINK.read, TOOL_FORMATS["hermes"].read)
+    found = read(list(text), THINK.reader(False, None), TOOL_FORMATS["hermes"].read)
     assert found == ("", "I call.", [("f", "{}")], True)
 
 
@@ -61,8 +61,8 @@ def test_a_prompt_may_end_within_reasoning(
 
 
 def deltas(end: int | None) -> AnswerDeltas:
-    readers = (THINK.read, TOOL_FORMATS["hermes"].read)
-    return AnswerDeltas(AnswerParts(readers, NAMES, str), calls_finish=True, reasoning_end=end)
+    readers = (THINK.reader(False, None), TOOL_FORMATS["hermes"].read)
+    return AnswerDeltas(AnswerParts(readers, TOOLS, str), calls_finish=True, reasoning_end=end)
 
 
 @pytest.mark.parametrize("end", [None, 9])

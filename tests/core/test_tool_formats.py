@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batonlm.core.request.answer_reader import MAX_KEPT, AnswerParts
-from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
-from tests.core.answer_reading import NAMES, cut, read
+from batonlm.core.request.formats.families import REASONING_FORMATS, TOOL_FORMATS
+from batonlm.core.request.formats.reader import MAX_KEPT, AnswerParts, Reader
+from tests.core.answer_reading import TOOLS, cut, read
 
 SF = '{"city": "S\\"F", "n": [1, {"a": null}]}'
 
@@ -157,10 +157,10 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=5), max_size=12).map("".join)
 def test_cuts_do_not_matter(
     form: str, reasoning: str, left_open: bool, text: str, edges: list[int]
 ) -> None:
-    readers = [TOOL_FORMATS[form].read]
+    readers: list[Reader] = [TOOL_FORMATS[form].read]
     if reasoning:
         thinks = REASONING_FORMATS[reasoning]
-        readers.insert(0, thinks.read_open if left_open else thinks.read)
+        readers.insert(0, thinks.reader(left_open, None))
     whole = read([text], *readers)
     assert read(cut(text, edges), *readers) == whole
     assert read(list(text), *readers) == whole
@@ -181,7 +181,7 @@ def test_python_literals_become_json(value: object) -> None:
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
 def test_memory_is_bounded(form: str) -> None:
     """Whatever comes, what is held back is no more than a call's head and a piece."""
-    answer = AnswerParts((TOOL_FORMATS[form].read,), NAMES, str)
+    answer = AnswerParts((TOOL_FORMATS[form].read,), TOOLS, str)
     for piece in ['<tool_call>{"arguments": {"', "[TOOL_CALLS]", '{"arguments": {"', " ", "a", "<"]:
         for _ in range(40):
             answer.feed(piece * 100)

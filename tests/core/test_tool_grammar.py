@@ -8,8 +8,8 @@ import pytest
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.answers import grammar_for
+from batonlm.core.request.formats.families import REASONING_FORMATS, TOOL_FORMATS
 from batonlm.core.request.request import Tool, ToolChoice, ToolUse
-from batonlm.core.request.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 from tests.core.answer_reading import read
 from tests.core.marker_tokens import follows, marker_ids
 
@@ -25,6 +25,7 @@ WEATHER = {
     "$defs": {"city": {"type": "string"}},
 }
 TOOLS = (Tool("get_weather", "The weather", json.dumps(WEATHER)), Tool("get-time"))
+SCHEMAS = {"get_weather": WEATHER, "get-time": {}}
 
 REQUIRED = ToolChoice(ToolUse.REQUIRED)
 ONE = ToolChoice(ToolUse.REQUIRED, parallel=False)
@@ -32,23 +33,100 @@ NAMED = ToolChoice(ToolUse.REQUIRED, "get_weather")
 AT_MOST_ONE = ToolChoice(parallel=False)
 
 FIRST = '{"city": "B\\"ern", "days": 3}'
+OTHER = '{"name": "get-time", "arguments": {}}'
 SHAPES = {
-    # one call, and what makes it two
+    # one call, what makes it two, and what ends both
     "hermes": (
         f'<tool_call>\n{{"name": "get_weather", "arguments": {FIRST}}}\n</tool_call>',
-        '\n<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>',
+        f"\n<tool_call>\n{OTHER}\n</tool_call>",
+        "",
     ),
     "llama3_json": (
         f'{{"name": "get_weather", "parameters": {FIRST}}}',
         '; {"name": "get-time", "parameters": {}}',
+        "",
+    ),
+    "llama4_json": (
+        f'{{"name": "get_weather", "parameters": {FIRST}}}',
+        '{"name": "get-time", "parameters": {}}',
+        "",
     ),
     "mistral": (
         f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {FIRST}}}',
-        ', {"name": "get-time", "arguments": {}}',
+        f", {OTHER}",
+        "]",
     ),
-    "pythonic": ('[get_weather(city="B\\"ern", days=3)', ", get-time()"),
+    "pythonic": ('[get_weather(city="B\\"ern", days=3)', ", get-time()", "]"),
+    "granite": (
+        f'<|tool_call|>[{{"name": "get_weather", "arguments": {FIRST}}}',
+        f", {OTHER}",
+        "]",
+    ),
+    "minimax": (
+        f'<tool_calls>\n{{"name": "get_weather", "arguments": {FIRST}}}',
+        f"\n{OTHER}",
+        "\n</tool_calls>",
+    ),
+    "qwen3_coder": (
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nB"ern\n</parameter>\n'
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "\n<tool_call>\n<function=get-time>\n</function>\n</tool_call>",
+        "",
+    ),
+    "glm45": (
+        '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>B"ern</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
+        "\n<tool_call>get-time\n</tool_call>",
+        "",
+    ),
+    "glm47": (
+        '<tool_call>get_weather<arg_key>city</arg_key><arg_value>B"ern</arg_value>'
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call>",
+        "<tool_call>get-time</tool_call>",
+        "",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="get_weather">\n'
+        '<parameter name="city">B"ern</parameter>\n<parameter name="days">3</parameter>\n</invoke>',
+        '\n<invoke name="get-time">\n</invoke>',
+        "\n</minimax:tool_call>",
+    ),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        f"{FIRST}\n```<｜tool▁call▁end｜>",
+        "\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{FIRST}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>get-time<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        f"<|tool_call_argument_begin|>{FIRST}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.get-time:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+    ),
+    "gemma4": (
+        '<|tool_call>call:get_weather{city:<|"|>B"ern<|"|>,days:3}<tool_call|>',
+        "<|tool_call>call:get-time{}<tool_call|>",
+        "",
+    ),
+    "functiongemma": (
+        '<start_function_call>call:get_weather{city:<escape>B"ern<escape>,days:3}<end_function_call>',
+        "<start_function_call>call:get-time{}<end_function_call>",
+        "",
+    ),
+    "harmony": (
+        f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{FIRST}",
+        "<|call|><|start|>assistant<|channel|>commentary to=functions.get-time "
+        "<|constrain|>json<|message|>{}",
+        "",
+    ),
 }
-ENDS = {"mistral": "]", "pythonic": "]"}
+WHOLE = ("llama3_json", "llama4_json", "pythonic", "harmony")
+"""Formats whose calls follow no text, or not in the same message."""
 NEW_MISTRAL = (f"[TOOL_CALLS]get_weather[ARGS]{FIRST}", "[TOOL_CALLS]get-time[ARGS]{}")
 
 
@@ -56,15 +134,14 @@ def shapes(form: str, with_markers: bool) -> tuple[str, str]:
     """An answer of one call and one of two."""
     if form == "mistral" and with_markers:
         return NEW_MISTRAL[0], "".join(NEW_MISTRAL)
-    one, more = SHAPES[form]
-    end = ENDS.get(form, "")
+    one, more, end = SHAPES[form]
     return one + end, one + more + end
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
 @pytest.mark.parametrize("reasoning", [None, "think", "think left open", "mistral"])
-@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+@pytest.mark.parametrize("form", sorted({*TOOL_FORMATS} - {"harmony"}))
 def test_calls_are_forced(form: str, reasoning: str | None, with_markers: bool) -> None:
     thinks = REASONING_FORMATS[reasoning.split()[0]] if reasoning else None
     left_open = reasoning == "think left open"
@@ -94,12 +171,38 @@ def test_calls_are_forced(form: str, reasoning: str | None, with_markers: bool) 
         assert left_open is not lets(choice, one)
     behind_text = "I look. " + one
     assert lets(AT_MOST_ONE, thoughts + behind_text)
-    found = read([behind_text], TOOL_FORMATS[form].read)
-    assert len(found.calls) == (form in ("hermes", "mistral"))
-    for text, count in ((one, 1), (two, 2)):
-        found = read(list(text), TOOL_FORMATS[form].read)
+    found = read([behind_text], TOOL_FORMATS[form].read, tools=SCHEMAS)
+    assert len(found.calls) == (form not in WHOLE)
+
+
+@pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
+@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+def test_forced_calls_are_read(form: str, with_markers: bool) -> None:
+    for text, count in zip(shapes(form, with_markers), (1, 2), strict=True):
+        found = read(list(text), TOOL_FORMATS[form].read, tools=SCHEMAS)
         assert found.complete and found.content == "" and len(found.calls) == count
         assert json.loads(found.calls[0][1]) == json.loads(FIRST)
+
+
+@pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
+def test_harmony_calls_once_after_its_reasoning(with_markers: bool) -> None:
+    one, two = shapes("harmony", with_markers)
+    thoughts = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+
+    def lets(choice: ToolChoice, answer: str) -> bool:
+        form, reasoning = TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"]
+        tokens = marker_ids(with_markers)
+        grammar = grammar_for(TOOLS, choice, form, reasoning, left_open=False, tokens=tokens)
+        assert grammar is not None
+        return follows(grammar.text, answer, with_markers=with_markers)
+
+    for choice in (REQUIRED, ONE, NAMED, AT_MOST_ONE):
+        for before in ("", thoughts):
+            assert lets(choice, before + one)
+            assert not lets(choice, before + two)
+            final = before + "<|channel|>final<|message|>Hello."
+            assert lets(choice, final) is (choice is AT_MOST_ONE)
+            assert not lets(choice, before + "Hello.")
 
 
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))

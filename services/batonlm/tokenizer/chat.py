@@ -285,7 +285,9 @@ class ChatTemplate:
         self._uses_content = "content" in setup.source
         self._special_tokens = setup.special_tokens
         self._template = template
-        self._variables = meta.find_undeclared_variables(sandbox.parse(setup.source))
+        tree = sandbox.parse(setup.source)
+        self._variables = meta.find_undeclared_variables(tree)
+        self._joins_arguments = _joins_arguments(tree)
         self._sandbox = sandbox
         self._control = _Control(setup)
 
@@ -302,7 +304,9 @@ class ChatTemplate:
                     "is not supported by this model: its chat template has no such variable",
                     field=name,
                 )
-        values = _Values(chat_messages(chat), chat_tools(chat), kwargs)
+        values = _Values(
+            chat_messages(chat, arguments_as_text=self._joins_arguments), chat_tools(chat), kwargs
+        )
         text = self._text(chat, values)
         try:
             text.encode()
@@ -368,6 +372,21 @@ class ChatTemplate:
             raise not_accepted(_plain(refusal.words)) from None
         except Exception as error:  # a template can raise anything, with any text
             raise not_accepted() from error
+
+
+def _joins_arguments(tree: nodes.Template) -> bool:
+    """Whether a template joins the arguments of a call to other text as they are, as DeepSeek's do,
+    so that they must be text."""
+    parts: list[nodes.Expr] = []
+    for added in tree.find_all(nodes.Add):
+        parts += [added.left, added.right]
+    for joined in tree.find_all(nodes.Concat):
+        parts += joined.nodes
+    return any(
+        (isinstance(part, nodes.Getattr) and part.attr == "arguments")
+        or (isinstance(part, nodes.Getitem) and part.arg == nodes.Const("arguments"))
+        for part in parts
+    )
 
 
 def not_accepted(words: str = "") -> InvalidArgument:

@@ -24,14 +24,14 @@ from tokenizers import AddedToken, Tokenizer
 
 from batonlm.core.errors import BatonError, Internal, InvalidArgument
 from batonlm.core.kvcache.prefix import prefix_hashes
-from batonlm.core.request.model import AnswerFormat
-from batonlm.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from batonlm.core.request.tool_formats import (
+from batonlm.core.request.formats.families import (
     MARKERS,
     left_open,
     reasoning_format_of,
     tool_format_of,
 )
+from batonlm.core.request.model import AnswerFormat
+from batonlm.core.request.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from batonlm.core.request.validation import wrong
 from batonlm.rpc.metrics import CACHE_LOOKUPS, counter
 from batonlm.rpc.model_folder import read_json, special_tokens

@@ -22,11 +22,13 @@ from batonlm.tokenizer.child import Child
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-def chat_messages(chat: ChatPrompt) -> list[dict[str, Any]]:
+def chat_messages(chat: ChatPrompt, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
     """The messages as the values that `transformers` documents for templates: OpenAI's form, but
-    with the arguments of a call as an object. Empty values are left out, except role and
-    content."""
-    return [_message(message) for message in chat.messages]
+    with the arguments of a call as an object. Empty values are left out, except role and content.
+
+    arguments_as_text: the arguments are text, as in OpenAI's form.
+    """
+    return [_message(message, arguments_as_text) for message in chat.messages]
 
 
 def chat_tools(chat: ChatPrompt) -> list[dict[str, Any]] | None:
@@ -44,10 +46,10 @@ def chat_size(chat: ChatPrompt) -> int:
     ) + sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools)
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Message, arguments_as_text: bool) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "reasoning_content": message.reasoning,
-        "tool_calls": [_call(call) for call in message.tool_calls],
+        "tool_calls": [_call(call, arguments_as_text) for call in message.tool_calls],
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }
@@ -58,8 +60,9 @@ def _message(message: Message) -> dict[str, Any]:
     }
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": _object(call.arguments)}
+def _call(call: ToolCall, arguments_as_text: bool) -> dict[str, Any]:
+    arguments = call.arguments if arguments_as_text else _object(call.arguments)
+    function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from batonlm.core.request.formats.families import reasoning_format_of, tool_format_of
 from batonlm.core.request.model import AnswerFormat
 from batonlm.core.request.request import ChatPrompt, Message, Tool, ToolCall
-from batonlm.core.request.tool_formats import reasoning_format_of, tool_format_of
 from batonlm.tokenizer.renderers import chat_messages, chat_size, chat_tools
 from tests.services.tokenizer.model_folders import encoded, encoder_of, ids_of, write_folder
 

@@ -12,8 +12,16 @@ from functools import partial
 from hashlib import blake2b
 
 from batonlm.core.errors import InvalidArgument
-from batonlm.core.request.answer_reader import AnswerParts, Reader
-from batonlm.core.request.lark import ANYTHING, Lark
+from batonlm.core.request.formats.calls import ToolFormat
+from batonlm.core.request.formats.families import (
+    DEFAULT,
+    HARMONY,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ReasoningFormat,
+)
+from batonlm.core.request.formats.lark import Lark, schema_of
+from batonlm.core.request.formats.reader import AnswerParts, Reader, Schema
 from batonlm.core.request.model import AnswerFormat
 from batonlm.core.request.request import (
     ChatPrompt,
@@ -24,13 +32,6 @@ from batonlm.core.request.request import (
     Tool,
     ToolChoice,
     ToolUse,
-)
-from batonlm.core.request.tool_formats import (
-    DEFAULT,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    ReasoningFormat,
-    ToolFormat,
 )
 
 
@@ -110,45 +111,21 @@ def grammar_for(
     lark = Lark(tokens)
     if choice.use is ToolUse.REQUIRED:
         called = [tool for tool in tools if choice.name in ("", tool.name)]
-        calls = form.calls(lark, called, choice.parallel and not choice.name)
-        body = f"{_begin(lark, form)}{calls}"
+        body = form.required(lark, called, choice.parallel and not choice.name)
     elif choice.use is ToolUse.AUTO and not choice.parallel:
-        body = _at_most_one(lark, tools, form, reasoning)
+        body = form.at_most_one(lark, tools, reasoning.begin if reasoning is not None else "")
     else:
         return None
     return lark.grammar(f"{_reasoning(lark, reasoning, left_open)}{lark.rule(body)}")
-
-
-def _begin(lark: Lark, form: ToolFormat) -> str:
-    return f"{lark.marker(form.begin)} " if form.begin else ""
-
-
-def _at_most_one(
-    lark: Lark, tools: Sequence[Tool], form: ToolFormat, reasoning: ReasoningFormat | None
-) -> str:
-    """Matches text without a call, or one call, preceded by such text where the format allows
-    it."""
-    call = form.calls(lark, tools, False)
-    if not form.begin:
-        # Text that begins like reasoning would be read as reasoning, and a call after it as a call.
-        excluded = [f"{ANYTHING} {lark.literal(marker)} {ANYTHING}" for marker in form.markers]
-        if reasoning is not None:
-            excluded.append(f"{lark.literal(reasoning.begin)} {ANYTHING}")
-        plain = " & ".join(
-            [f"/[^\\s\\{form.opening}](?s:.*)/", *(f"~({each})" for each in excluded)]
-        )
-        return f'"" | {lark.terminal(plain)} | {call}'
-    if lark.is_token(form.begin):
-        return f"{ANYTHING} ({lark.marker(form.begin)} {call})?"
-    return f"{lark.without(form.begin)} | {lark.through(form.begin)} {call}"
 
 
 def _reasoning(lark: Lark, reasoning: ReasoningFormat | None, left_open: bool) -> str:
     """Matches optional reasoning before the answer. Reasoning that has begun must end."""
     if reasoning is None:
         return ""
-    thoughts = f"{lark.through(reasoning.end)} /\\n{{0,2}}/ "
-    return thoughts if left_open else f"({lark.marker(reasoning.begin)} {thoughts})? "
+    after = lark.text(reasoning.after) if reasoning.after else "/\\n{0,2}/"
+    thoughts = f"{lark.through(reasoning.end)} {after} "
+    return thoughts if left_open else f"({lark.text(reasoning.begin)} {thoughts})? "
 
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -205,7 +182,7 @@ class Answers:
     def markers(self) -> tuple[str, ...]:
         """Texts that must appear in the answer's text even where they are special tokens."""
         tools = self.tools.markers if self.tools else ()
-        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
+        reasoning = self.reasoning.markers if self.reasoning else ()
         return (*tools, *reasoning)
 
     def grammar(self) -> Grammar | None:
@@ -227,20 +204,21 @@ class Answers:
     def deltas(self, n: int, prompt: Sequence[int], seed: int) -> tuple[AnswerDeltas, ...]:
         """Returns one reader of deltas for each choice."""
         readers: list[Reader] = []
-        names: frozenset[str] = frozenset()
+        tools: dict[str, Schema] = {}
         call_id = _no_call
         end = None
         named = self.chat.tool_choice.name
         if self.reasoning is not None:
-            readers.append(self.reasoning.read_open if self.left_open else self.reasoning.read)
+            readers.append(self.reasoning.reader(self.left_open, self.tools))
             end = self.tokens.get(self.reasoning.end)
         if self.tools is not None:
-            readers.append(self.tools.read)
-            names = frozenset(tool.name for tool in self.chat.tools if named in ("", tool.name))
+            if self.reasoning is None or self.reasoning.whole is None:
+                readers.append(self.tools.read)
+            tools = {t.name: schema_of(t) for t in self.chat.tools if named in ("", t.name)}
             call_id = CallIds(prompt, seed, self.tools.id_length).of
         return tuple(
             AnswerDeltas(
-                AnswerParts(tuple(readers), names, partial(call_id, choice)),
+                AnswerParts(tuple(readers), tools, partial(call_id, choice)),
                 calls_finish=not named,
                 reasoning_end=end,
             )
@@ -282,10 +260,13 @@ class AnswerRules:
             )
         if not chat.tools or chat.tool_choice.use is ToolUse.NONE:
             tools = NONE
+        form, reasoning = TOOL_FORMATS.get(tools), self.reasoning_of(model)
+        if form is TOOL_FORMATS[HARMONY]:
+            reasoning = REASONING_FORMATS[HARMONY]
         answers = Answers(
             chat,
-            TOOL_FORMATS.get(tools),
-            self.reasoning_of(model),
+            form,
+            reasoning,
             left_open,
             dict(model.markers),
         )

@@ -7,7 +7,8 @@ several tokens means something else to the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from batonlm.core.request.request import Grammar, GrammarKind, Tool
@@ -25,7 +26,10 @@ class Lark:
     def __init__(self, tokens: Mapping[str, int]) -> None:
         """tokens: ids of the markers that are tokens."""
         self._tokens = tokens
+        longest_first = sorted(tokens, key=len, reverse=True)
+        self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
+        self._reserved = 0
 
     def literal(self, text: str) -> str:
         return json.dumps(text, ensure_ascii=False)
@@ -33,14 +37,32 @@ class Lark:
     def is_token(self, marker: str) -> bool:
         return marker in self._tokens
 
-    def marker(self, text: str) -> str:
-        return f"<[{self._tokens[text]}]>" if text in self._tokens else self.literal(text)
+    def text(self, text: str) -> str:
+        """Matches a text, with the markers in it as tokens where they are tokens."""
+        parts: list[str] = []
+        at = 0
+        for found in self._marker.finditer(text):
+            if found.start() > at:
+                parts.append(self.literal(text[at : found.start()]))
+            parts.append(f"<[{self._tokens[found.group()]}]>")
+            at = found.end()
+        if at < len(text) or not parts:
+            parts.append(self.literal(text[at:]))
+        return " ".join(parts)
 
     def rule(self, body: str, options: str = "") -> str:
         """Adds a rule and returns its name."""
         name = f"rule{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         return name
+
+    def reserve(self) -> str:
+        """Returns the name of a rule that `define` adds later."""
+        self._reserved += 1
+        return f"later{self._reserved}"
+
+    def define(self, name: str, body: str) -> None:
+        self._rules.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
         """Adds a terminal and returns its name. Regular expressions can be combined in a terminal
@@ -56,30 +78,26 @@ class Lark:
     def through(self, marker: str) -> str:
         """Matches any text up to and including a marker."""
         if self.is_token(marker):
-            return self.rule(f"{ANYTHING} {self.marker(marker)}")
+            return self.rule(f"{ANYTHING} {self.text(marker)}")
         return self.rule(f"{ANYTHING} {self.literal(marker)}", "[lazy]")
 
-    def without(self, marker: str) -> str:
-        """Matches any text without the marker."""
-        if self.is_token(marker):
-            return self.rule(ANYTHING)
-        found = f"{ANYTHING} {self.literal(marker)} {ANYTHING}"
-        return self.terminal(f"{ANYTHING} & ~({found})")
+    def without(self, markers: Iterable[str], also: str = "", end: str = "") -> str:
+        """Matches any text that spells none of the markers, and then `end`. also: what else holds
+        for the text, as an expression of a terminal."""
+        spelled = " | ".join(map(self.literal, markers))
+        body = f"{ANYTHING} & ~({ANYTHING} ({spelled}) {ANYTHING})"
+        body = f"{body} & {also}" if also else body
+        # One terminal with its end: the text alone would take the beginning of the end, too.
+        token = self._marker.search(end)
+        letters = end if token is None else end[: token.start()]
+        name = self.terminal(f"({body}) {self.literal(letters)}" if letters else body)
+        return name if token is None else f"{name} {self.text(end[token.start() :])}"
 
     def arguments(self, tool: Tool) -> str:
         """Matches an object with the arguments of a tool; an empty object for a tool without
         parameters."""
         schema = schema_of(tool)
         return self.schema({"type": "object", **schema}) if schema else self.literal("{}")
-
-    def call_objects(self, tools: Sequence[Tool], key: str) -> str:
-        """Matches one call as an object with its name first, then its arguments under the given
-        key."""
-        calls = []
-        for tool in tools:
-            head = self.literal(f'{{"name": "{tool.name}", "{key}": ')
-            calls.append(f'{head} {self.arguments(tool)} "}}"')
-        return self.one_of(calls)
 
     def one_of(self, expressions: Iterable[str]) -> str:
         return self.rule(" | ".join(expressions))

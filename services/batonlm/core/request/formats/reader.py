@@ -1,6 +1,6 @@
 """Splits the streamed text of a chat answer into content, reasoning and tool calls.
 
-The reader of a format (`batonlm.core.request.tool_formats`) is a generator that consumes an
+The reader of a format (`batonlm.core.request.formats.families`) is a generator that consumes an
 AnswerText from left to right, yields when it needs text that has not arrived, and reports what it
 finds to AnswerParts. Its result depends on the characters alone, not on how they were split into
 pieces. Memory holds only the text that a reader may still have to return as content, and the
@@ -14,9 +14,9 @@ rest is content.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from batonlm.core.request.request import ToolCallDelta
 
@@ -56,6 +56,11 @@ class AnswerText:
     def __len__(self) -> int:
         """Number of characters in memory, read or not."""
         return len(self._text)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether no character that has arrived is left."""
+        return self._at == len(self._text)
 
     def add(self, piece: str) -> None:
         done = self._at if self._kept_from is None else self._kept_from
@@ -132,6 +137,13 @@ class AnswerText:
         self._at += len(literal)
         return True
 
+    def next_is(self, literal: str) -> Reading[bool]:
+        """Returns whether the literal comes next, without consuming it."""
+        if (yield from self.follows(literal)):
+            self._at -= len(literal)
+            return True
+        return False
+
     def expect(self, literal: str) -> Reading[None]:
         """Consumes the literal. Raises Malformed when something else comes next."""
         if not (yield from self.follows(literal)):
@@ -158,6 +170,23 @@ class AnswerText:
             if marker or self._ended:
                 return marker
             yield
+
+    def upto(self, marker: str, most: int) -> Reading[str]:
+        """Consumes and returns the text before a marker, and consumes the marker. Raises Malformed
+        when none is within `most` characters."""
+        while True:
+            found = self._text.find(marker, self._at, self._at + most + len(marker))
+            if found >= 0:
+                text = self._text[self._at : found]
+                self._at = found + len(marker)
+                return text
+            if self._ended or len(self._text) - self._at >= most + len(marker):
+                raise Malformed
+            yield
+
+    def unread(self, marker: str) -> None:
+        """Returns to before a marker that was consumed last."""
+        self._at -= len(marker)
 
     def _begun(self, markers: Sequence[str]) -> int:
         """Returns how many characters at the end may be the beginning of a marker."""
@@ -218,6 +247,9 @@ class Trimmed:
         return text
 
 
+Schema = Mapping[str, Any]
+"""A JSON schema."""
+
 Reader = Callable[[AnswerText, "AnswerParts"], Reading[None]]
 """Reads the text of an answer and reports what it finds to the AnswerParts."""
 
@@ -226,20 +258,25 @@ class AnswerParts:
     """Collects the content, the reasoning and the tool calls of one answer."""
 
     def __init__(
-        self, readers: tuple[Reader, ...], names: frozenset[str], call_id: Callable[[int], str]
+        self,
+        readers: tuple[Reader, ...],
+        tools: Mapping[str, Schema],
+        call_id: Callable[[int], str],
     ) -> None:
         """readers run one after another, each from where the previous one stopped; the rest of the
-        text is content. names: the tools that may be called. call_id: returns the id of the call at
-        an index."""
-        self._names = names
+        text is content. tools: the parameters of the tools that may be called, by name. call_id:
+        returns the id of the call at an index."""
+        self._tools = tools
         self._call_id = call_id
+        self._ids = set[str]()
         self._text = AnswerText()
-        self._content = Trimmed(SPACE if names else "")
+        self._content = Trimmed(SPACE if tools else "")
         self._reasoning = Trimmed("\n")
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
         self.in_call = False
         """Whether the newest call is incomplete: it still arrives, was cut, or has a fault."""
+        self._parted = False
         self.reasoned = False
         self.reasoning_ended = False
         self._reading: Reading[None] | None = self._read(readers)
@@ -280,22 +317,37 @@ class AnswerParts:
         self._reasoning.add(text)
 
     def begin_reasoning(self) -> None:
+        """Begins a part of the reasoning; later parts are on lines of their own."""
+        if self.reasoned:
+            self._reasoning.add("\n")
         self.reasoned = True
+
+    def begin_content(self) -> None:
+        """Begins a part of the content; later parts are on lines of their own."""
+        if self._parted:
+            self._content.add("\n")
+        self._parted = True
 
     def end_reasoning(self) -> None:
         self.reasoning_ended = True
         self._reasoning.drop()
 
-    def open_call(self, name: str) -> None:
-        """Begins a call. The text of its beginning is no longer returned as content. Raises
-        Malformed when no tool has this name."""
-        if name not in self._names:
+    def open_call(self, name: str, written_id: str = "") -> Schema:
+        """Begins a call and returns the tool's parameters. The text of its beginning is no longer
+        returned as content. written_id: the id that the model wrote, which is used unless another
+        call of this answer has it. Raises Malformed when no tool has this name."""
+        if name not in self._tools:
             raise Malformed
         self._text.forget()
         self._content.drop()
-        self._calls.append(ToolCallDelta(self.num_calls, self._call_id(self.num_calls), name))
+        call_id = written_id
+        if not call_id or call_id in self._ids:
+            call_id = self._call_id(self.num_calls)
+        self._ids.add(call_id)
+        self._calls.append(ToolCallDelta(self.num_calls, call_id, name))
         self.num_calls += 1
         self.in_call = True
+        return self._tools[name]
 
     def arguments(self, text: str) -> None:
         """Appends to the arguments of the newest call."""
@@ -311,35 +363,22 @@ class AnswerParts:
 
 
 def attempt(
-    text: AnswerText, answer: AnswerParts, marker: str, call: Reading[None]
-) -> Reading[bool]:
-    """Reads a call after its marker; returns whether the text was a call. When it was not and none
-    of it was reported, the marker is content and reading continues right after it."""
-    text.keep()
-    try:
-        yield from call
-    except Malformed as fault:
-        if text.keeping:
-            answer.content(marker)
+    text: AnswerText, answer: AnswerParts, marker: str, *calls: Callable[[], Reading[None]]
+) -> Reading[int | None]:
+    """Reads a call after its marker in the first of several ways that fits; returns which one, or
+    None. When none does, and nothing was reported, the marker is content and reading continues
+    right after it."""
+    for number, call in enumerate(calls):
+        text.keep()
+        try:
+            yield from call()
+        except Malformed as fault:
+            if not text.keeping:
+                answer.content(fault.taken)
+                return None
             text.rewind()
         else:
-            answer.content(fault.taken)
-        return False
-    return True
-
-
-def attempt_list(
-    text: AnswerText,
-    answer: AnswerParts,
-    marker: str,
-    first: Reading[None],
-    following: Callable[[], Reading[None]],
-) -> Reading[None]:
-    """Reads the calls of a list up to its end or up to text that is no call. `first` reads the
-    bracket and the first call. marker: the text that was read before the list."""
-    more = yield from attempt(text, answer, marker, first)
-    while more:
-        yield from text.skip()
-        if (yield from text.follows("]")) or not (yield from text.follows(",")):
-            return
-        more = yield from attempt(text, answer, ",", following())
+            text.forget()
+            return number
+    answer.content(marker)
+    return None
