@@ -450,9 +450,9 @@ class KeptStreams:
 
     def _forget_later(self, kept: KeptStream) -> None:
         """A stream that is over has no readers."""
-        if kept.failure is not None or kept.left:
+        if kept.failure is not None or kept.left or kept.events is None:
             self._forget(kept)
-        elif kept.events is not None:
+        else:
             self._later(kept, lambda: self._forget(kept))
 
     def _later(self, kept: KeptStream, what: Callable[[], object]) -> None:
