@@ -462,6 +462,8 @@ async def test_a_client_that_does_not_come_back_says_so(
     assert (await http.get(url)).status_code == 200
     assert (await http.delete(url)).status_code == 204
     assert (await http.get(url)).status_code == 404
+    refused = await http.put(url)
+    assert set(refused.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
     assert (await http.delete(url)).status_code == 204
 
 

@@ -45,7 +45,7 @@ from batonlm.router.api.http.anthropic import (
 from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
-from batonlm.router.api.http.generation import Generation, KeptStreamRoute, LeaveStreamRoute
+from batonlm.router.api.http.generation import Generation, KeptStreamRoute
 from batonlm.router.api.http.ollama import OLLAMA, PREFIX, ollama_routes
 from batonlm.router.api.http.openai_responses import (
     RESPONSES,
@@ -177,8 +177,8 @@ class HttpApp:
             # A path, because names such as "organisation/model" have slashes.
             "/models/{model:path}": self._show_model,
             "/requests/{id}": explain_endpoint(pipeline, others.find if others else None),
-            "/streams/{id}": KeptStreamRoute(pipeline),
         }
+        streams = KeptStreamRoute(pipeline)
         document = Response(encode(openapi_document()), media_type="application/json")
         docs = Response(
             (_FILES / "docs.html").read_bytes(), media_type="text/html", headers=_DOCS_HEADERS
@@ -196,7 +196,7 @@ class HttpApp:
                 for path, get in gets.items()
             ),
             *(
-                Route(f"{prefix}/streams/{{id}}", LeaveStreamRoute(pipeline), methods=["DELETE"])
+                Route(f"{prefix}/streams/{{id}}", streams, methods=["GET", "DELETE"])
                 for prefix in ("/v1", "")
             ),
             *(

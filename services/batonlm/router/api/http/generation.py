@@ -271,38 +271,28 @@ class View:
     call: GenerationCall
 
 
-def _stream_id(scope: Scope) -> str:
-    """Returns the id of the stream in a path: chunks have it with a prefix, as in chatcmpl-ID."""
-    found: str = scope["path_params"]["id"].rpartition("-")[2]
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveStreamRoute:
-    """An ASGI app: DELETE of a stream, to which nobody comes back."""
-
-    pipeline: Pipeline
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = caller(scope)
-        with self.pipeline.receive(tenant, 0):
-            await self.pipeline.kept.leave(tenant, _stream_id(scope))
-        await Response(status_code=204)(scope, receive, send)
-
-
 @dataclass(frozen=True, slots=True)
 class KeptStreamRoute:
-    """An ASGI app: GET of a stream that this router runs, or has run a moment ago, in the form of
-    the call that began it. Its events have ids where those of that call could have. Raises
-    BatonError or HttpError only before anything is sent."""
+    """An ASGI app of a stream that this router runs, or has run a moment ago.
+
+    GET shows it in the form of the call that began it; its events have ids where those of that call
+    could have. DELETE says that nobody comes back to it. Raises BatonError or HttpError only before
+    anything is sent.
+    """
 
     pipeline: Pipeline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = caller(scope)
+        # Chunks have ids with a prefix, as chatcmpl-ID and cmpl-ID.
+        stream_id: str = scope["path_params"]["id"].rpartition("-")[2]
+        if scope["method"] == "DELETE":
+            with self.pipeline.receive(tenant, 0):
+                await self.pipeline.kept.leave(tenant, stream_id)
+            await Response(status_code=204)(scope, receive, send)
+            return
         given = {name.decode("latin-1"): value for name, value in scope["headers"]}
         last = given.get(LAST_EVENT_ID_HEADER.lower())
-        stream_id = _stream_id(scope)
         with self.pipeline.receive(tenant, 0) as holding:
             with self.pipeline.reading(tenant):
                 kept = self.pipeline.kept.find(tenant, stream_id)

@@ -431,8 +431,8 @@ def _get(
         "200": {"description": "The answer.", "content": content},
         **_errors(errors, prefix),
     }
-    operation = {"get": {"operationId": name, "summary": summary, "responses": responses}}
-    return operation | ({"parameters": list(parameters)} if parameters else {})
+    operation: Json = {"operationId": name, "summary": summary, "responses": responses}
+    return {"get": operation | ({"parameters": list(parameters)} if parameters else {})}
 
 
 def _ready(name: str) -> Json:
