@@ -85,6 +85,9 @@ FIGURES = {
     "encode": Figure("bench encode --seconds 45"),
     "adapters": Figure("bench adapters"),
     "states": Figure("bench states --shape tiny-hybrid --prompts 512 --threads 1", plot=True),
+    "speculation": Figure(
+        "bench speculation --threads 1 --cpu-time --prompt-tokens 256 --output-tokens 128"
+    ),
     "tokens": Figure("bench tokens", plot=True),
     "grammar": Figure("bench grammar", plot=True),
     "loadtest": Figure("bench loadtest"),

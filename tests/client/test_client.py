@@ -88,6 +88,7 @@ async def test_what_is_asked_arrives(address: str, frontend: Scripted) -> None:
             priority=4,
             cache_salt="mine",
             ignore_eos=True,
+            no_speculation=True,
         ).read()
         assert await client.generate("x", model=MODEL.name).text() == whole_answer("x", 0)
     request, plain = frontend.seen
@@ -96,6 +97,7 @@ async def test_what_is_asked_arrives(address: str, frontend: Scripted) -> None:
     assert request.sampling.logit_bias == ((5, 1.5),)
     assert (request.priority, request.ignore_eos) == (4, True)
     assert request.cache_salt == b"mine"
+    assert request.no_speculation and not plain.no_speculation
     assert (plain.max_tokens, plain.sampling.temperature, plain.seed) == (None, 1.0, None)
     (choice,) = answer.choices
     assert bytes(choice.token_ids).decode(errors="ignore")[:5] == answer.text[:5]

@@ -90,6 +90,15 @@ def test_states(bench: Bench) -> None:
 
 
 @pytest.mark.deep
+def test_speculation(bench: Bench) -> None:
+    few = ["--batches", "1,2", "--rounds", "1", "--prompt-tokens", "64", "--output-tokens", "64"]
+    found = bench("speculation", *few)
+    assert found["edited code, 1 at once: tokens of a sequence in a step"]["value"] > 1
+    one = found["other text, 2 at once: output"]
+    assert one["met"] is (one["ratio"] >= one["goal"])
+
+
+@pytest.mark.deep
 def test_batching(bench: Bench) -> None:
     found = bench("batching", "--requests", "6", "--batch", "2")
     assert found["requests with equal tokens"]["value"] == 100

@@ -80,6 +80,7 @@ async def test_every_parameter_arrives(client: Client, frontend: Scripted) -> No
             "return_token_ids": True,
             "priority": -2,
             "cache_salt": "sålt",
+            "speculation": "off",
         },
     )
     (request,) = frontend.seen
@@ -99,6 +100,7 @@ async def test_every_parameter_arrives(client: Client, frontend: Scripted) -> No
     assert request.ignore_eos and request.include_stop_string and request.return_token_ids
     assert not request.skip_special_tokens
     assert (request.priority, request.cache_salt) == (-2, "sålt".encode())
+    assert request.no_speculation
 
 
 async def test_streamed_chat(client: Client) -> None:

@@ -104,7 +104,7 @@ class Speculation:
         least = _least_worth(len(rows), gain, count, step_s, draft_s)
         kept = _worth_more(kept, least, room)
         if not kept:
-            if worths:
+            if any(own[0] > LEAST_WORTH for own in worths.values()):
                 self._faded[size] = self._faded.get(size, 1.0) * _FADE
             return {}
         self._faded.pop(size, None)
