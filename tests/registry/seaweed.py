@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ BUCKET = "registry"
 class ObjectStore:
     environment: dict[str, str]
     """With which its clients find it."""
+    kill: Callable[[], None]
+    """Ends the server before its time."""
 
     def store(self) -> S3Store:
         """The bucket, read and written without Baton."""
@@ -65,16 +67,15 @@ def serving(folder: Path) -> Iterator[ObjectStore]:
     parts = ("s3", "master", "volume", "filer")
     for part, http, grpc in zip(parts, ports[::2], ports[1::2], strict=True):
         flags += [f"-{part}.port", str(http), f"-{part}.port.grpc", str(grpc)]
-    found = ObjectStore(
-        {
-            "AWS_ENDPOINT_URL": f"http://{HOST}:{ports[0]}",
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_REGION": "us-east-1",
-        }
-    )
+    environment = {
+        "AWS_ENDPOINT_URL": f"http://{HOST}:{ports[0]}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1",
+    }
     with (folder / "log").open("w") as log:
         server = subprocess.Popen([weed, *flags], stdout=log, stderr=log, cwd=folder)
+        found = ObjectStore(environment, server.kill)
         try:
             _until_it_writes(found, folder / "log")
             yield found

@@ -44,14 +44,7 @@ class ObjectSource:
     def __init__(self, url: str) -> None:
         """Raises InvalidArgument (`model`)."""
         self._url = url.rstrip("/")
-        found = _URL.fullmatch(self._url)
-        if found is None:
-            raise InvalidArgument(
-                f"{url[:200]!r} is not s3://bucket/name or s3://bucket/name@version, of letters, "
-                "digits and ._@+=-",
-                field="model",
-            )
-        self._bucket, self._prefix = found[1], found[2].lstrip("/")
+        self._bucket, self._prefix = place_of(url, "model")
         digits = hashlib.sha256(self._url.encode()).hexdigest()[:PATH_DIGITS]
         self.name = f"{self._url.rpartition('/')[2]}-{digits}"
 
@@ -207,16 +200,37 @@ class ObjectSource:
             ) from error
 
     def _store(self) -> Any:
-        from obstore.store import S3Store
+        return client_of(self._bucket, self._prefix, timeout_s=120, connect_s=10, retries=5)
 
-        given = (os.environ.get(f"AWS_ENDPOINT_URL{kind}", "") for kind in ("_S3", ""))
-        plain = next(filter(None, given), "").startswith("http://")
-        return S3Store(
-            self._bucket,
-            prefix=self._prefix,
-            client_options={"timeout": "120s", "connect_timeout": "10s", "allow_http": plain},
-            retry_config={"max_retries": 5},
+
+def place_of(url: str, field: str) -> tuple[str, str]:
+    """The bucket and the prefix that a URL names. Raises InvalidArgument (`field`)."""
+    found = _URL.fullmatch(url.rstrip("/"))
+    if found is None:
+        raise InvalidArgument(
+            f"{url[:200]!r} is not s3://bucket/name or s3://bucket/name@version, of letters, "
+            "digits and ._@+=-",
+            field=field,
         )
+    return found[1], found[2].lstrip("/")
+
+
+def client_of(bucket: str, prefix: str, *, timeout_s: int, connect_s: int, retries: int) -> Any:
+    """An obstore client of what is below a prefix. Raises ModuleNotFoundError without obstore."""
+    from obstore.store import S3Store
+
+    given = (os.environ.get(f"AWS_ENDPOINT_URL{kind}", "") for kind in ("_S3", ""))
+    plain = next(filter(None, given), "").startswith("http://")
+    return S3Store(
+        bucket,
+        prefix=prefix,
+        client_options={
+            "timeout": f"{timeout_s}s",
+            "connect_timeout": f"{connect_s}s",
+            "allow_http": plain,
+        },
+        retry_config={"max_retries": retries},
+    )
 
 
 def _named(file: File) -> bool:

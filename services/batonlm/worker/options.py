@@ -181,6 +181,15 @@ class WorkerOptions(ServingOptions):
         "its prompt. Empty: kv in model_cache",
         unit="folder",
     )
+    prefix_store: str = option(
+        "",
+        "the same in a place that all workers share and may write: s3://bucket/prefix "
+        "(credentials as for models), or a folder of a shared file system",
+        unit="folder",
+    )
+    prefix_store_gib: int = option(
+        100, "most that is kept in prefix_store, by all workers together", unit="GiB", minimum=1
+    )
     prefix_restore_tokens: int = option(
         -1,
         "fewest tokens that are brought back from there for an input; -1: as many as take less "
@@ -226,7 +235,8 @@ class WorkerOptions(ServingOptions):
             name, equals, folder = text.partition("=")
             if not (name and equals and folder):
                 raise InvalidArgument(f"{text[:80]!r} must be name=folder", field="adapters")
-        tiers = [name for name in ("prefix_host_mib", "prefix_disk_mib") if getattr(self, name)]
+        names = ("prefix_host_mib", "prefix_disk_mib", "prefix_store")
+        tiers = [name for name in names if getattr(self, name)]
         if tiers and UNIT_TOKENS % self.block_size:
             raise InvalidArgument(f"needs a block_size that divides {UNIT_TOKENS}", field=tiers[0])
         if self.adapters_on_use and not self.adapters_folder:

@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-from batonlm.core.errors import BatonError, InvalidArgument, Unavailable
+from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
 from batonlm.core.handover.table import KvChunkRange
 from batonlm.core.kvcache.block_pool import CachedUnit
 from batonlm.core.kvcache.prefix import UNIT_TOKENS, Prefix, UnitName, unit_names
@@ -31,11 +32,13 @@ from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.prefixes import PrefixBlocks
 from batonlm.engine.config import MIB
 from batonlm.engine.thread import EngineThread
+from batonlm.registry.sources import in_object_store
 from batonlm.rpc import metrics
 from batonlm.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, Sealer, layout_fingerprint
 from batonlm.transfer.staging import HostMemory
 from batonlm.worker.options import WorkerOptions
 from batonlm.worker.tiers.places import FolderTier, MemoryTier, Tier
+from batonlm.worker.tiers.store import StoreTier
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +117,10 @@ async def open_tiers(
             ) from error
         disk.start()
         tiers.append(disk)
+    if options.prefix_store:
+        store = await asyncio.to_thread(_store, options, kind, units.num_bytes)
+        store.start()
+        tiers.append(store)
     if not tiers:
         units.close()
         return None
@@ -125,6 +132,21 @@ async def open_tiers(
         least_tokens=options.prefix_restore_tokens,
         speed=speed,
     )
+
+
+def _store(options: WorkerOptions, kind: str, unit_bytes: int) -> StoreTier | FolderTier:
+    place, room = options.prefix_store, options.prefix_store_gib << 30
+    try:
+        if in_object_store(place):
+            return StoreTier("store", place, kind, room, unit_bytes)
+        folder = Path(place).expanduser()
+        return FolderTier("store", folder, kind, room, unit_bytes, remote=True)
+    except ModuleNotFoundError:
+        raise InvalidArgument(f"needs obstore: {install('s3')}", field="prefix_store") from None
+    except OSError as error:
+        raise InvalidArgument(
+            f"{place} cannot be used: {error.strerror}", field="prefix_store"
+        ) from error
 
 
 class SealedUnits:
@@ -407,7 +429,11 @@ class PrefixTiers:
         while more:
             more = False
             for place in self._places:
-                if count := await place.locate(names[len(found) :]):
+                left = names[len(found) :]
+                # Whether it is there takes a while to ask; not if it would be of no use.
+                if place.tier.remote and left and self._is_slower(place, left):
+                    continue
+                if count := await place.locate(left):
                     found += [place] * count
                     more = True
                     break
@@ -425,6 +451,15 @@ class PrefixTiers:
             cut = next((i for i, place in enumerate(found) if place is slowest), len(found))
             found = found[:cut]
         return found
+
+    def _is_slower(self, place: _Place, names: Sequence[UnitName]) -> bool:
+        """Whether reading all of these units is predicted to take longer than computing them."""
+        speed = self._speed()
+        if self._least_tokens > 0 or not speed.prefills:
+            return False
+        first = names[0].first_position
+        compute_s = speed.prefill_s(first, first + len(names) * UNIT_TOKENS)
+        return len(names) * place.unit_s(self._units.num_bytes) > compute_s
 
     async def _unpacked(
         self, names: Sequence[UnitName], places: Sequence[_Place], blocks: PrefixBlocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +36,19 @@ def conversation(number: int, **options: object) -> Attempt:
 
 @asynccontextmanager
 async def decode(
-    folder: Path, *flags: str, within: tuple[str, ...] = ()
+    folder: Path,
+    *flags: str,
+    within: tuple[str, ...] = (),
+    environment: Mapping[str, str] = {},
 ) -> AsyncIterator[tuple[Process, RouterEnd]]:
     """A worker, and a router at it."""
     async with worker(
-        "batonlm.decode", folder, *ALWAYS, *flags, environment=SMALL_POOL, within=within
+        "batonlm.decode",
+        folder,
+        *ALWAYS,
+        *flags,
+        environment={**environment, **SMALL_POOL},
+        within=within,
     ) as process:
         end = RouterEnd(DecodeStub(process.channel), process.identity, process.identity)
         await end.connect()
