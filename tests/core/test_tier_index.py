@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from batonlm.core.kvcache.cache_events import Change
 from batonlm.core.kvcache.prefix import UNIT_TOKENS, UnitName
 from batonlm.core.kvcache.tier_index import TierIndex
 from tests.depth import examples
@@ -32,7 +35,9 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(room=st.integers(0, 12))
     def begin(self, room: int) -> None:
         self.room = room
-        self.index = TierIndex(room * SIZE + SIZE // 2)
+        self.changes: deque[Change] = deque()
+        self.reported: set[bytes] = set()
+        self.index = TierIndex(room * SIZE + SIZE // 2, report=self.changes.append)
         self.kept: dict[bytes, UnitName] = {}
 
     @rule(one=NAMES)
@@ -65,6 +70,20 @@ class IndexMachine(RuleBasedStateMachine):
         assert set(self.index) == set(self.kept.values())
         assert len(self.index) == len(self.kept) <= self.room
         assert self.index.num_bytes == SIZE * len(self.kept)
+
+    @invariant()
+    def what_can_be_found_is_reported_once(self) -> None:
+        while self.changes:
+            unit, came = self.changes.popleft()
+            assert came != (unit in self.reported)
+            (self.reported.add if came else self.reported.remove)(unit)
+
+        def found(one: UnitName) -> bool:
+            return one.first_position == 0 or (
+                one.parent in self.kept and found(self.kept[one.parent])
+            )
+
+        assert self.reported == {one.unit for one in self.kept.values() if found(one)}
 
 
 IndexMachine.TestCase.settings = settings(
@@ -127,6 +146,6 @@ def test_no_tenant_drives_out_the_others() -> None:
 
 def test_a_ring_of_names_ends() -> None:
     """Headers in a folder are not verified before they are read."""
-    index = filled(2, UnitName(b"a", b"b", b"t", 0), UnitName(b"b", b"a", b"t", 0))
+    index = filled(2, UnitName(b"a", b"b", b"t", 64), UnitName(b"b", b"a", b"t", 64))
     assert index.add(UnitName(b"c", b"a", b"t", 64), SIZE)
     index.check()

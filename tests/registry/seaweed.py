@@ -62,7 +62,14 @@ def serving(folder: Path) -> Iterator[ObjectStore]:
     flags = [
         *("server", "-dir", str(folder), "-ip", HOST, "-ip.bind", HOST, "-volume.max", "8"),
         *("-master.volumeSizeLimitMB", "64", "-master.telemetry=false"),
-        *("-s3", "-s3.config", str(config), "-s3.iam=false", "-s3.port.iceberg=0"),
+        *(
+            "-s3",
+            "-s3.config",
+            str(config),
+            "-s3.iam=false",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+        ),
     ]
     parts = ("s3", "master", "volume", "filer")
     for part, http, grpc in zip(parts, ports[::2], ports[1::2], strict=True):

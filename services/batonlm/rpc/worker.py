@@ -9,7 +9,7 @@ changes from its last position or a new snapshot.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields, replace
 from math import inf
 
@@ -52,12 +52,15 @@ UseThrough = Callable[[str], tuple[TenantUse, ...]]
 """Takes a router's instance id; returns the tenants' usage through all other routers."""
 
 
+NO_TIERS: Mapping[str, CacheLog] = {}
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Streams description, adapters, cache changes and load to each watcher.
 
     describe, load, use and adapters are called on the event loop, and the cache is read there; load
-    up to 20 times a second per watcher. cache: None for a worker without one. use: None sends no
-    tenants.
+    up to 20 times a second per watcher. cache: None for a worker without one. tiers: the logs of
+    those behind it, by name. use: None sends no tenants.
     """
 
     def __init__(
@@ -67,12 +70,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         cache: CacheLog | None,
         use: UseThrough | None = None,
         adapters: Callable[[], AdapterList] = lambda: NO_ADAPTERS,
+        tiers: Mapping[str, CacheLog] = NO_TIERS,
     ) -> None:
         self._adapters = adapters
         self._use = use
         self._describe = describe
         self._load = load
         self._cache = cache
+        self._tiers = tiers
         self._watchers = 0
 
     async def Watch(
@@ -87,6 +92,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             yield pb.WatchResponse(description=description_to_proto(self._describe()))
             clock = asyncio.get_running_loop().time
             reader = CacheReader(self._cache) if self._cache is not None else None
+            tiers = {name: CacheReader(log) for name, log in self._tiers.items()}
             sent, sent_at = None, 0.0
             sent_adapters = NO_ADAPTERS
             while True:
@@ -96,6 +102,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                     yield pb.WatchResponse(adapters=adapters_to_proto(adapters))
                 for batch in reader.read() if reader is not None else ():
                     yield pb.WatchResponse(cache=cache_to_proto(batch))
+                for name, tier in tiers.items():
+                    for batch in tier.read():
+                        yield pb.WatchResponse(tier=cache_to_proto(replace(batch, tier=name)))
                 load = self._load()
                 steady = _steady(load)
                 if steady != sent or clock() - sent_at >= HEARTBEAT_S:
@@ -114,9 +123,10 @@ def worker_service(
     cache: CacheLog | None = None,
     use: UseThrough | None = None,
     adapters: Callable[[], AdapterList] = lambda: NO_ADAPTERS,
+    tiers: Mapping[str, CacheLog] = NO_TIERS,
 ) -> Service:
     """The Worker service, for a ProcessServer. See WorkerServicer for the arguments."""
-    servicer = WorkerServicer(describe, load, cache, use, adapters)
+    servicer = WorkerServicer(describe, load, cache, use, adapters, tiers)
     return Service(
         SERVICE, lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     )

@@ -25,29 +25,29 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"9\n\x0cWatchRequest\x12)\n\x07watcher\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"\xc7\x01\n\rWatchResponse\x12\x32\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescriptionH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x15.baton.v1.CacheEventsH\x00\x12)\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x15.baton.v1.AdapterListH\x00\x42\t\n\x07message\"\xb3\x02\n\x11WorkerDescription\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelDescription\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x04 \x03(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x1d\n\x15kv_bytes_per_position\x18\x07 \x01(\x04\x12\r\n\x05\x65xact\x18\x08 \x01(\x08\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x0f\n\x07standby\x18\n \x01(\x08J\x04\x08\x0f\x10\x10R\x0bstep_tokens\"\x91\x02\n\nWorkerLoad\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x19\n\x11running_sequences\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x13\n\x0bstep_age_us\x18\x06 \x01(\x04\x12\x19\n\x11step_predicted_us\x18\x07 \x01(\x04\x12$\n\x05speed\x18\x08 \x01(\x0b\x32\x15.baton.v1.WorkerSpeed\x12$\n\x07tenants\x18\x0f \x03(\x0b\x32\x13.baton.v1.TenantUse\"i\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x15\n\rheld_requests\x18\x04 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x05 \x01(\x04\"\xd6\x01\n\x0bWorkerSpeed\x12\x0e\n\x06step_s\x18\x01 \x01(\x01\x12\r\n\x05row_s\x18\x02 \x01(\x01\x12\x11\n\tcontext_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_step_s\x18\x04 \x01(\x01\x12\x1a\n\x12prefill_position_s\x18\x05 \x01(\x01\x12\x16\n\x0eprefill_read_s\x18\x06 \x01(\x01\x12\x1b\n\x13prefill_step_tokens\x18\x07 \x01(\r\x12\x18\n\x10link_bytes_per_s\x18\x08 \x01(\x01\x12\x12\n\nhandover_s\x18\t \x01(\x01\"U\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_KV_ONLY\x10\x04\x32\x44\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"9\n\x0cWatchRequest\x12)\n\x07watcher\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"\xee\x01\n\rWatchResponse\x12\x32\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x1b.baton.v1.WorkerDescriptionH\x00\x12$\n\x04load\x18\x02 \x01(\x0b\x32\x14.baton.v1.WorkerLoadH\x00\x12&\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x15.baton.v1.CacheEventsH\x00\x12%\n\x04tier\x18\x05 \x01(\x0b\x32\x15.baton.v1.CacheEventsH\x00\x12)\n\x08\x61\x64\x61pters\x18\x04 \x01(\x0b\x32\x15.baton.v1.AdapterListH\x00\x42\t\n\x07message\"\xb3\x02\n\x11WorkerDescription\x12*\n\x08identity\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12)\n\x05model\x18\x02 \x01(\x0b\x32\x1a.baton.v1.ModelDescription\x12\"\n\x06layout\x18\x03 \x01(\x0b\x32\x12.baton.v1.KvLayout\x12\x12\n\ntransports\x18\x04 \x03(\t\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x1d\n\x15kv_bytes_per_position\x18\x07 \x01(\x04\x12\r\n\x05\x65xact\x18\x08 \x01(\x08\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x0f\n\x07standby\x18\n \x01(\x08J\x04\x08\x0f\x10\x10R\x0bstep_tokens\"\x91\x02\n\nWorkerLoad\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x19\n\x11running_sequences\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x13\n\x0bstep_age_us\x18\x06 \x01(\x04\x12\x19\n\x11step_predicted_us\x18\x07 \x01(\x04\x12$\n\x05speed\x18\x08 \x01(\x0b\x32\x15.baton.v1.WorkerSpeed\x12$\n\x07tenants\x18\x0f \x03(\x0b\x32\x13.baton.v1.TenantUse\"i\n\tTenantUse\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x10\n\x08requests\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\x15\n\rheld_requests\x18\x04 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x05 \x01(\x04\"\xa5\x02\n\x0bWorkerSpeed\x12\x0e\n\x06step_s\x18\x01 \x01(\x01\x12\r\n\x05row_s\x18\x02 \x01(\x01\x12\x11\n\tcontext_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_step_s\x18\x04 \x01(\x01\x12\x1a\n\x12prefill_position_s\x18\x05 \x01(\x01\x12\x16\n\x0eprefill_read_s\x18\x06 \x01(\x01\x12\x1b\n\x13prefill_step_tokens\x18\x07 \x01(\r\x12\x18\n\x10link_bytes_per_s\x18\x08 \x01(\x01\x12\x12\n\nhandover_s\x18\t \x01(\x01\x12\x18\n\x10host_bytes_per_s\x18\n \x01(\x01\x12\x18\n\x10\x64isk_bytes_per_s\x18\x0b \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\x0c \x01(\x01\"c\n\x0b\x43\x61\x63heEvents\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\r\n\x05\x61\x64\x64\x65\x64\x18\x03 \x01(\x0c\x12\x0f\n\x07removed\x18\x04 \x01(\x0c\x12\x0c\n\x04tier\x18\x05 \x01(\t*\x95\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x18\n\x14WORKER_STATE_SERVING\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_KV_ONLY\x10\x04\x32\x44\n\x06Worker\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonlm.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1316
-  _globals['_WORKERSTATE']._serialized_end=1465
+  _globals['_WORKERSTATE']._serialized_start=1448
+  _globals['_WORKERSTATE']._serialized_end=1597
   _globals['_WATCHREQUEST']._serialized_start=57
   _globals['_WATCHREQUEST']._serialized_end=114
   _globals['_WATCHRESPONSE']._serialized_start=117
-  _globals['_WATCHRESPONSE']._serialized_end=316
-  _globals['_WORKERDESCRIPTION']._serialized_start=319
-  _globals['_WORKERDESCRIPTION']._serialized_end=626
-  _globals['_WORKERLOAD']._serialized_start=629
-  _globals['_WORKERLOAD']._serialized_end=902
-  _globals['_TENANTUSE']._serialized_start=904
-  _globals['_TENANTUSE']._serialized_end=1009
-  _globals['_WORKERSPEED']._serialized_start=1012
-  _globals['_WORKERSPEED']._serialized_end=1226
-  _globals['_CACHEEVENTS']._serialized_start=1228
-  _globals['_CACHEEVENTS']._serialized_end=1313
-  _globals['_WORKER']._serialized_start=1467
-  _globals['_WORKER']._serialized_end=1535
+  _globals['_WATCHRESPONSE']._serialized_end=355
+  _globals['_WORKERDESCRIPTION']._serialized_start=358
+  _globals['_WORKERDESCRIPTION']._serialized_end=665
+  _globals['_WORKERLOAD']._serialized_start=668
+  _globals['_WORKERLOAD']._serialized_end=941
+  _globals['_TENANTUSE']._serialized_start=943
+  _globals['_TENANTUSE']._serialized_end=1048
+  _globals['_WORKERSPEED']._serialized_start=1051
+  _globals['_WORKERSPEED']._serialized_end=1344
+  _globals['_CACHEEVENTS']._serialized_start=1346
+  _globals['_CACHEEVENTS']._serialized_end=1445
+  _globals['_WORKER']._serialized_start=1599
+  _globals['_WORKER']._serialized_end=1667
 # @@protoc_insertion_point(module_scope)

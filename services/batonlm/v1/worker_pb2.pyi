@@ -85,6 +85,7 @@ class WatchResponse(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> Global___WorkerDescription:
@@ -99,6 +100,10 @@ class WatchResponse(_message.Message):
         """Prefix-cache contents and changes."""
 
     @_builtins.property
+    def tier(self) -> Global___CacheEvents:
+        """The same of one of the tiers behind its prefix cache."""
+
+    @_builtins.property
     def adapters(self) -> _types_pb2.AdapterList:
         """Its LoRA adapters, behind the description and whenever they change; never sent: it has none."""
 
@@ -108,13 +113,14 @@ class WatchResponse(_message.Message):
         description: Global___WorkerDescription | None = ...,
         load: Global___WorkerLoad | None = ...,
         cache: Global___CacheEvents | None = ...,
+        tier: Global___CacheEvents | None = ...,
         adapters: _types_pb2.AdapterList | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message", "tier", b"tier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "cache", b"cache", "description", b"description", "load", b"load", "message", b"message", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "load", "cache", "adapters"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["description", "load", "cache", "tier", "adapters"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -299,6 +305,9 @@ class WorkerSpeed(_message.Message):
     PREFILL_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     HANDOVER_S_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    STORE_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     step_s: _builtins.float
     """Seconds of a decode step by itself."""
     row_s: _builtins.float
@@ -319,6 +328,12 @@ class WorkerSpeed(_message.Message):
     """Seconds from the news that a prompt is computed to the end of its hand-over, besides reading
     what was left then.
     """
+    host_bytes_per_s: _builtins.float
+    """Bytes a second that come back from host memory behind the prefix cache."""
+    disk_bytes_per_s: _builtins.float
+    """The same of its disk."""
+    store_bytes_per_s: _builtins.float
+    """The same of the store that workers share."""
     def __init__(
         self,
         *,
@@ -331,10 +346,13 @@ class WorkerSpeed(_message.Message):
         prefill_step_tokens: _builtins.int = ...,
         link_bytes_per_s: _builtins.float = ...,
         handover_s: _builtins.float = ...,
+        host_bytes_per_s: _builtins.float = ...,
+        disk_bytes_per_s: _builtins.float = ...,
+        store_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "handover_s", b"handover_s", "link_bytes_per_s", b"link_bytes_per_s", "prefill_position_s", b"prefill_position_s", "prefill_read_s", b"prefill_read_s", "prefill_step_s", b"prefill_step_s", "prefill_step_tokens", b"prefill_step_tokens", "row_s", b"row_s", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_s", b"context_s", "disk_bytes_per_s", b"disk_bytes_per_s", "handover_s", b"handover_s", "host_bytes_per_s", b"host_bytes_per_s", "link_bytes_per_s", b"link_bytes_per_s", "prefill_position_s", b"prefill_position_s", "prefill_read_s", b"prefill_read_s", "prefill_step_s", b"prefill_step_s", "prefill_step_tokens", b"prefill_step_tokens", "row_s", b"row_s", "step_s", b"step_s", "store_bytes_per_s", b"store_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,6 +371,7 @@ class CacheEvents(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     ADDED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     first_number: _builtins.int
     """Sequence number of the first event here: that of the message before and as many as it has hashes.
     Anything else means that something is missing: watch again.
@@ -366,6 +385,10 @@ class CacheEvents(_message.Message):
     """Prefix hashes that were added, 16 bytes each, concatenated."""
     removed: _builtins.bytes
     """Prefix hashes that were removed, 16 bytes each, concatenated."""
+    tier: _builtins.str
+    """Which tier these are about, each of which counts its events by itself: "host", "disk" or "store",
+    as far as the worker knows what is in it. Empty: the prefix cache.
+    """
     def __init__(
         self,
         *,
@@ -373,10 +396,11 @@ class CacheEvents(_message.Message):
         snapshot: _builtins.bool = ...,
         added: _builtins.bytes = ...,
         removed: _builtins.bytes = ...,
+        tier: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "first_number", b"first_number", "removed", b"removed", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "first_number", b"first_number", "removed", b"removed", "snapshot", b"snapshot", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -235,7 +235,8 @@ async def _run_settled(
         )
         ends.push_async_callback(service.close)
         report = WorkerReport(
-            engine, staging, received, side, runner.num_blocks, scheduler, service, self_test
+            *(engine, staging, received, side, runner.num_blocks, scheduler, service, self_test),
+            tiers,
         )
         export_handovers("sender", sent)
         export_handovers("receiver", received)
@@ -259,6 +260,7 @@ async def _run_settled(
                     cache,
                     service.use_through,
                     lambda: adapters.held,
+                    {} if tiers is None else tiers.logs,
                 ),
                 AdaptersServicer(adapters).service(),
             ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from batonlm.core.observe.timings import Durations
 from batonlm.core.request.model import WorkerIdentity
-from batonlm.core.routing.load import WorkerDescription, WorkerLoad
+from batonlm.core.routing.load import WorkerDescription, WorkerLoad, WorkerSpeed
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan
 from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.engine.thread import EngineThread
@@ -18,6 +18,7 @@ from batonlm.transfer.transports import Staging
 from batonlm.worker.engine import is_exact
 from batonlm.worker.self_test import KvSelfTest
 from batonlm.worker.service import AttemptService
+from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
 Gauge = dict[tuple[str, ...], float]
 
@@ -41,6 +42,7 @@ class WorkerReport:
     """It belongs to the engine thread; only its counters and its speed are read here."""
     service: AttemptService[Any]
     self_test: KvSelfTest
+    tiers: PrefixTiers | None = None
 
     def worker_load(self) -> WorkerLoad:
         load = self.engine.load
@@ -52,12 +54,15 @@ class WorkerReport:
             free_blocks=load.free_blocks,
             step_age_us=round(self.engine.step_age_s * 1e6),
             step_predicted_us=round(self.engine.step_predicted_s * 1e6),
-            speed=replace(
-                self.scheduler.speed,
-                link_bytes_per_s=self.stats.link.bytes_per_s,
-                handover_s=self.stats.link.handover_s,
-            ),
+            speed=self._speed(),
         )
+
+    def _speed(self) -> WorkerSpeed:
+        link = self.stats.link
+        speed = replace(
+            self.scheduler.speed, link_bytes_per_s=link.bytes_per_s, handover_s=link.handover_s
+        )
+        return speed if self.tiers is None else self.tiers.with_rates(speed)
 
     def export(self) -> None:
         """Exports this worker's gauges and hand-over totals on /metrics."""

@@ -22,6 +22,9 @@ from itertools import islice
 
 from batonlm.core.kvcache.prefix import HASH_BYTES, PrefixLink
 
+TIERS = ("host", "disk", "store")
+"""Where units may be that are in no prefix cache, the fastest first."""
+
 Change = tuple[bytes, bool]
 """A unit's hash, and whether it came (or went)."""
 
@@ -146,6 +149,8 @@ class CacheBatch:
     """Hashes, concatenated."""
     snapshot: bool = False
     """Whether it is part of one: these only add, and there is at least one."""
+    tier: str = ""
+    """Which of TIERS it is about; empty: the prefix cache."""
 
     @property
     def next_number(self) -> int:

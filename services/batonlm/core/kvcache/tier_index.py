@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from batonlm.core.kvcache.block_pool import InvariantBroken
-from batonlm.core.kvcache.prefix import UnitName
+from batonlm.core.kvcache.cache_events import CachedUnits, Change, OnChange, units_in
+from batonlm.core.kvcache.prefix import UNIT_TOKENS, PrefixLink, UnitName
 
 MAX_UNITS = 1 << 18
 """Sixteen million tokens; what a unit is known by takes about 700 bytes."""
@@ -29,6 +30,10 @@ _TWICE_AS_DEAR = 8192
 """A position at this depth takes about twice as long to compute as a first one."""
 
 _TENANT_SHARE = 2
+
+
+def ignore(change: Change) -> None:
+    """An OnChange for whoever reports to nobody."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +49,14 @@ class _Entry:
 class TierIndex:
     """What one tier keeps. The owner deletes what `add` returns."""
 
-    def __init__(self, max_bytes: int, max_units: int = MAX_UNITS) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        max_units: int = MAX_UNITS,
+        report: OnChange = ignore,
+    ) -> None:
+        """report: called with every unit that can be found from the start of its prefix from now
+        on, or cannot any more."""
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._max_units = max_units
@@ -57,6 +69,7 @@ class TierIndex:
         """Heaps of the units that may go, by namespace. May have more: see `_cheapest`."""
         self._clock = 0.0
         self._number = 0
+        self._found = CachedUnits(report)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,6 +87,7 @@ class TierIndex:
         self._entries[name.unit] = entry
         self._behind[name.parent] += 1
         self._count(name.namespace, num_bytes)
+        self._found.add(_link(name))
         self._value(entry)
         gone = []
         while self.num_bytes > self.max_bytes or len(self._entries) > self._max_units:
@@ -91,6 +105,7 @@ class TierIndex:
         if (entry := self._entries.pop(unit, None)) is None:
             return
         name = entry.name
+        self._found.remove(_link(name))
         self._count(name.namespace, -entry.num_bytes)
         self._behind[name.parent] -= 1
         if not self._behind[name.parent]:
@@ -108,6 +123,8 @@ class TierIndex:
             raise InvariantBroken("a tier's bytes are miscounted")
         if Counter(entry.name.parent for entry in entries) != self._behind:
             raise InvariantBroken("units behind others are miscounted")
+        if self._found.present != units_in(_link(entry.name) for entry in entries):
+            raise InvariantBroken("the units reported are not those that can be found")
         if self.num_bytes > self.max_bytes or len(self._entries) > self._max_units:
             raise InvariantBroken("a tier keeps more than it may")
         pushed = {entry for heap in self._leaves.values() for *_, entry in heap}
@@ -165,3 +182,9 @@ class TierIndex:
         self._of_tenant[namespace] += num_bytes
         if not self._of_tenant[namespace]:
             del self._of_tenant[namespace]
+
+
+def _link(name: UnitName) -> PrefixLink:
+    """A unit as one block of its chain, which stays within its namespace."""
+    digest, parent = name.namespace + name.unit, name.namespace + name.parent
+    return PrefixLink(digest, parent, b"", name.first_position // UNIT_TOKENS, (name.unit,))

@@ -54,6 +54,16 @@ class WorkerSpeed:
     """Seconds of the end of a hand-over after the prompt is computed, besides the transfer of the
     rest."""
 
+    host_bytes_per_s: float = 0.0
+    """Bytes per second that come back from host memory behind the prefix cache."""
+    disk_bytes_per_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+
+    def tier_bytes_per_s(self, tier: str) -> float:
+        """tier: one of TIERS."""
+        measured: float = getattr(self, f"{tier}_bytes_per_s")
+        return measured or NOMINAL_TIERS[tier]
+
     @property
     def prefills(self) -> bool:
         """Whether prefilling was measured."""
@@ -115,6 +125,9 @@ class WorkerSpeed:
 
 
 UNMEASURED = WorkerSpeed()
+
+NOMINAL_TIERS = {"host": 4e9, "disk": 1e9, "store": 2e8}
+"""Bytes per second of tiers that nobody has measured yet."""
 
 NOMINAL = WorkerSpeed(prefill_position_s=1e-4, link_bytes_per_s=1e9)
 """The default while no worker of a role has measured its speed: queues then count by their tokens,
@@ -231,6 +244,8 @@ class WorkerSnapshot(WorkerDescription):
     load: WorkerLoad
     number: int = -1
     """Its number in the prefix index; below 0: none."""
+    tiers: tuple[tuple[str, int], ...] = ()
+    """Its tiers, the fastest first, each with its number in the index of tiers."""
     since: float = 0.0
     """When it was first seen, on the clock of `decide`'s now."""
     placed_sequences: int = 0

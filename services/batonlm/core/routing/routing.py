@@ -129,7 +129,7 @@ class Cost(NamedTuple):
     uncached_tokens: int
     """The tokens that are computed there."""
     collect_s: float = 0.0
-    """Until a prefix has come from another worker's cache."""
+    """Until a prefix has come from another worker's cache, or from a tier of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +148,32 @@ class Moment:
     """Those that have most of the input first."""
     least_collected: int = 0
     """See `RoutingPolicy.collect_prefix_tokens`."""
+    tiers: Overlap = NO_OVERLAP
+    """What the workers' tiers hold."""
 
 
 def uncached_tokens(demand: Demand, worker: WorkerSnapshot, overlap: Overlap) -> int:
     """Returns the input tokens that the worker would compute, at least one."""
     return max(1, demand.input_tokens - UNIT_TOKENS * overlap.units(worker.number))
+
+
+def restored(
+    demand: Demand, worker: WorkerSnapshot, moment: Moment, speed: WorkerSpeed
+) -> tuple[int, float]:
+    """Returns how many tokens of the input the worker has in its cache or brings back there from
+    its tiers, and the seconds that this takes. No more than is quicker than computing it."""
+    most = demand.input_tokens - 1
+    own = known = min(most, UNIT_TOKENS * moment.overlap.units(worker.number))
+    best, seconds = (own, 0.0), 0.0
+    for tier, number in worker.tiers:
+        there = min(most, UNIT_TOKENS * moment.tiers.units(number))
+        if there > known:
+            num_bytes = (there - known) * worker.kv_bytes_per_position
+            seconds += num_bytes / speed.tier_bytes_per_s(tier)
+            known = there
+            if seconds <= speed.prefill_s(own, known):
+                best = (known, seconds)
+    return best
 
 
 def prefill_cost(
@@ -162,8 +183,8 @@ def prefill_cost(
     and handing its KV over."""
     known = worker.load.speed
     speed = known if known.prefills else moment.default_speed
-    uncached = uncached_tokens(demand, worker, moment.overlap)
-    collect_s = 0.0
+    own, collect_s = restored(demand, worker, moment, speed)
+    uncached = demand.input_tokens - own
     if plan is not None:
         uncached, collect_s = demand.input_tokens - plan.num_tokens, plan.collect_s
     share, sequences = _share(worker, moment), worker.num_sequences
@@ -180,10 +201,10 @@ def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Prefi
     beginning first; None: from none."""
     if not moment.holders or worker.identity.instance_id in demand.not_collecting:
         return None
-    own = UNIT_TOKENS * moment.overlap.units(worker.number)
     # Who holds most may be full and so no candidate, and yet the only one that has measured.
     median = default_speed([worker, *(holder.worker for holder in moment.holders)])
     speed = worker.load.speed.or_else(median)
+    own, restore_s = restored(demand, worker, moment, speed)
     for known, holder in moment.holders:
         if known <= own or known - own < moment.least_collected:
             return None
@@ -194,7 +215,7 @@ def prefix_plan(demand: Demand, worker: WorkerSnapshot, moment: Moment) -> Prefi
         collect_s = (speed.handover_s or COLLECT_S) + num_bytes / next(filter(None, rates))
         computed_s = speed.prefill_s(own, known)
         if moment.least_collected > 0 or collect_s * COLLECT_GAIN <= computed_s:
-            return PrefixPlan(holder.identity, known, collect_s)
+            return PrefixPlan(holder.identity, known, restore_s + collect_s)
     return None
 
 
@@ -217,7 +238,8 @@ def decode_costs(
     link_s = _link_s(worker, uncached, moment)
     total = queue_s / share + crowd_s + shortage_s + link_s
     collecting = Cost(total, queue_s, 0.0, crowd_s, link_s, shortage_s, share, uncached)
-    collect_s = 0.0
+    own, collect_s = restored(demand, worker, moment, speed)
+    uncached = demand.input_tokens - own
     if plan is not None:
         uncached, collect_s = demand.input_tokens - plan.num_tokens, plan.collect_s
     added_s = speed.prefill_s(demand.input_tokens - uncached, demand.input_tokens)
@@ -288,6 +310,8 @@ class PoolSnapshot(NamedTuple):
     missing: bool = False
     """Whether an expected worker that is no standby takes no work: it is silent, gone, draining, or
     starting."""
+    tiers: Overlap = NO_OVERLAP
+    """What their tiers hold of the prompt."""
 
 
 class FilterReason(Enum):
@@ -411,8 +435,13 @@ def _some(demand: Demand, pool: PoolSnapshot) -> Sequence[WorkerSnapshot]:
     draw = Random(demand.request_id)
     chosen = set(draw.sample(range(len(workers)), MAX_DRAWN))
     holders = pool.overlap.most(MAX_HOLDERS, draw.randrange(len(workers)))
-    if holders:
-        chosen.update([i for i, worker in enumerate(workers) if worker.number in holders])
+    tiers = pool.tiers.most(MAX_HOLDERS, 0)
+    if holders or tiers:
+        chosen.update(
+            i
+            for i, worker in enumerate(workers)
+            if worker.number in holders or any(number in tiers for _, number in worker.tiers)
+        )
     return [workers[i] for i in chosen]
 
 
@@ -684,6 +713,7 @@ def _moment(
         first_met,
         holders,
         policy.collect_prefix_tokens,
+        pool.tiers,
     )
 
 

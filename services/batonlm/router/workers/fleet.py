@@ -18,7 +18,7 @@ import grpc
 
 from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.handover.fit import refusal
-from batonlm.core.kvcache.cache_events import CacheBatch
+from batonlm.core.kvcache.cache_events import TIERS, CacheBatch
 from batonlm.core.request.model import AdapterDescription, ModelDescription, WorkerIdentity
 from batonlm.core.request.request_state import is_fault, leaves
 from batonlm.core.routing.adapters import AdapterRegistry
@@ -97,6 +97,8 @@ class Worker(Generic[C]):
     """The breaker of the instance id, which is kept while the worker is not visible."""
     number: int = -1
     """Its number in the pool's prefix index; below 0: none."""
+    tiers: dict[str, int] = field(default_factory=dict)
+    """The numbers of its tiers in the pool's index of these, by name."""
     since: float = 0.0
     """When it was first seen, on the loop's clock."""
     load: WorkerLoad | None = None
@@ -147,6 +149,11 @@ class Worker(Generic[C]):
         self._listed = True
         self.fresh_sequences = self.fresh_tokens = self.fresh_positions = 0
         self._snapshot = self._look(load)
+
+    def take_tier(self, tier: str, number: int) -> None:
+        """It has a tier, with this number in the index of tiers."""
+        self.tiers[tier] = number
+        self._snapshot = None
 
     def take_adapters(self, held: AdapterList, registry: AdapterRegistry) -> None:
         """Takes a new list of its adapters; an older one than the last is dropped."""
@@ -200,6 +207,7 @@ class Worker(Generic[C]):
             **self._described,
             load=load,
             number=self.number,
+            tiers=tuple((tier, self.tiers[tier]) for tier in TIERS if tier in self.tiers),
             since=self.since,
             placed_sequences=self.placed_sequences,
             placed_tokens=self.placed_tokens,
@@ -346,6 +354,9 @@ class WorkerLink(Generic[C]):
                             self._take_load(load_from_proto(answer.load))
                         case "adapters":
                             self._take_adapters(adapters_from_proto(answer.adapters))
+                        case "tier":
+                            if not self._take_tier(cache_from_proto(answer.tier)):
+                                return True
                         case "cache":
                             if not self._take_cache(cache_from_proto(answer.cache)):
                                 return True
@@ -406,12 +417,24 @@ class WorkerLink(Generic[C]):
         log.info("cache events of %s are missing", self.worker.identity.instance_id[:8])
         return False
 
+    def _take_tier(self, batch: CacheBatch) -> bool:
+        """As `_take_cache`, of a tier. One that is not known here is of no use."""
+        if self.worker is None:
+            raise ValueError("a tier before description")
+        if batch.tier not in TIERS:
+            return True
+        if batch.tier not in self.worker.tiers:
+            self.worker.take_tier(batch.tier, self._pool.tiers.join())
+        return self._pool.tiers.apply(self.worker.tiers[batch.tier], batch)
+
     async def _leave(self) -> None:
         worker, self.worker = self.worker, None
         self.settled = False
         if worker is not None:
             if self._pool.index is not None:
                 self._pool.index.leave(worker.number)
+            for number in worker.tiers.values():
+                self._pool.tiers.leave(number)
             log.info("lost %s %s", worker.identity.role, worker.identity.instance_id[:8])
             worker.running.cancel()
             await asyncio.gather(worker.running, return_exceptions=True)
@@ -462,6 +485,8 @@ class Pool(Generic[C]):
         self.make_client = make_client
         self.index = index
         """What the workers have cached; None for roles without a cache."""
+        self.tiers = PrefixIndex()
+        """What is in tiers behind their caches; every tier of a worker has a number of its own."""
         self.breakers = Breakers()
         self.links: dict[str, WorkerLink[C]] = {}
         """By address."""
@@ -569,7 +594,8 @@ class Pool(Generic[C]):
     def view(self, prefix_hashes: bytes) -> PoolSnapshot:
         """Returns all snapshots, and what these workers hold of a prompt."""
         overlap = NO_OVERLAP if self.index is None else self.index.find(prefix_hashes)
-        return PoolSnapshot(self.snapshots(), overlap, self.missing)
+        tiers = self.tiers.find(prefix_hashes) if len(self.tiers) else NO_OVERLAP
+        return PoolSnapshot(self.snapshots(), overlap, self.missing, tiers)
 
     def _usable(self) -> Iterator[Worker[C]]:
         for link in self.links.values():

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from batonlm.core.kvcache.cache_events import OnChange
 from batonlm.core.kvcache.prefix import HASH_BYTES, UnitName
-from batonlm.core.kvcache.tier_index import TierIndex
+from batonlm.core.kvcache.tier_index import TierIndex, ignore
 from batonlm.transfer.kv_chunk import HEADER_BYTES, header_in
 
 T = TypeVar("T")
@@ -74,8 +75,8 @@ class MemoryTier:
 
     name, lasts, remote = "host", False, False
 
-    def __init__(self, max_bytes: int) -> None:
-        self.index = TierIndex(max_bytes)
+    def __init__(self, max_bytes: int, report: OnChange = ignore) -> None:
+        self.index = TierIndex(max_bytes, report=report)
         self._sealed: dict[bytes, memoryview] = {}
 
     async def locate(self, names: Sequence[UnitName]) -> int:
@@ -131,11 +132,12 @@ class FolderTier:
         file_bytes: int,
         *,
         remote: bool = False,
+        report: OnChange = ignore,
     ) -> None:
-        """file_bytes: of every file, all units are of one size. Raises OSError for a folder that
-        cannot be made. `start` reads what is in it."""
+        """file_bytes: of every file, all units are of one size. report: of its index. Raises
+        OSError for a folder that cannot be made. `start` reads what is in it."""
         self.name, self.remote = name, remote
-        self.index = TierIndex(max_bytes)
+        self.index = TierIndex(max_bytes, report=report)
         self._root, self._folder = folder, folder / fingerprint
         self._file_bytes = file_bytes
         self._others: list[tuple[float, Path, int]] = []
@@ -301,4 +303,8 @@ def _name_of(path: Path) -> UnitName | None:
         header = header_in(file.read(HEADER_BYTES))
     if header is None or len(unit) != HASH_BYTES or len(namespace) != HASH_BYTES:
         return None
-    return UnitName(unit, bytes.fromhex(header.instance_id), namespace, header.first_position)
+    parent, first = bytes.fromhex(header.instance_id), header.first_position
+    # Whatever else is in a header, no chain may lead back to its own beginning.
+    if unit == namespace or (first == 0) != (parent == namespace):
+        return None
+    return UnitName(unit, parent, namespace, first)

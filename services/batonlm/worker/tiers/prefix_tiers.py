@@ -15,18 +15,21 @@ import logging
 import mmap
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
 from batonlm.core.handover.table import KvChunkRange
 from batonlm.core.kvcache.block_pool import CachedUnit
+from batonlm.core.kvcache.cache_events import TIERS, CacheLog, Change, OnChange
 from batonlm.core.kvcache.prefix import UNIT_TOKENS, Prefix, UnitName, unit_names
 from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.model import KvLayout
-from batonlm.core.routing.load import WorkerSpeed
+from batonlm.core.routing.load import NOMINAL_TIERS, WorkerSpeed
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import ModelRunner
 from batonlm.core.scheduler.prefixes import PrefixBlocks
@@ -67,9 +70,8 @@ REST_S = 5.0
 FLUSH_S = 10.0
 """For which a worker that leaves writes what is in its prefix cache to tiers that last."""
 
-NOMINAL = {"host": 4e9, "disk": 1e9, "store": 2e8}
-"""Bytes per second, as long as a tier has not been read for FORGET_S."""
 FORGET_S = 60.0
+"""After which the speed of a tier that was not read is not known any more."""
 
 
 def fingerprint(options: WorkerOptions, layout: KvLayout) -> str:
@@ -104,13 +106,18 @@ async def open_tiers(
     kind = fingerprint(options, runner.layout)
     units = SealedUnits(runner.layout, runner.block_size, kind)
     tiers: list[Tier] = []
+    changes: dict[str, deque[Change]] = {name: deque() for name in TIERS}
     if options.prefix_host_mib:
-        tiers.append(MemoryTier(options.prefix_host_mib * MIB))
+        room = options.prefix_host_mib * MIB
+        tiers.append(MemoryTier(room, changes["host"].append))
     if options.prefix_disk_mib:
         folder = options.kv_folder
         room = options.prefix_disk_mib * MIB
         try:
-            disk = await asyncio.to_thread(FolderTier, "disk", folder, kind, room, units.num_bytes)
+            disk = await asyncio.to_thread(
+                partial(FolderTier, report=changes["disk"].append),
+                *("disk", folder, kind, room, units.num_bytes),
+            )
         except OSError as error:
             raise InvalidArgument(
                 f"{folder} cannot be used: {error.strerror}", field="prefix_disk_folder"
@@ -118,7 +125,8 @@ async def open_tiers(
         disk.start()
         tiers.append(disk)
     if options.prefix_store:
-        store = await asyncio.to_thread(_store, options, kind, units.num_bytes)
+        report = changes["store"].append
+        store = await asyncio.to_thread(_store, options, kind, units.num_bytes, report)
         store.start()
         tiers.append(store)
     if not tiers:
@@ -128,19 +136,22 @@ async def open_tiers(
         engine,
         units,
         tiers,
+        {tier.name: CacheLog(changes[tier.name]) for tier in tiers},
         runner.model.tokenizer_digest,
         least_tokens=options.prefix_restore_tokens,
         speed=speed,
     )
 
 
-def _store(options: WorkerOptions, kind: str, unit_bytes: int) -> StoreTier | FolderTier:
+def _store(
+    options: WorkerOptions, kind: str, unit_bytes: int, report: OnChange
+) -> StoreTier | FolderTier:
     place, room = options.prefix_store, options.prefix_store_gib << 30
     try:
         if in_object_store(place):
-            return StoreTier("store", place, kind, room, unit_bytes)
+            return StoreTier("store", place, kind, room, unit_bytes, report=report)
         folder = Path(place).expanduser()
-        return FolderTier("store", folder, kind, room, unit_bytes, remote=True)
+        return FolderTier("store", folder, kind, room, unit_bytes, remote=True, report=report)
     except ModuleNotFoundError:
         raise InvalidArgument(f"needs obstore: {install('s3')}", field="prefix_store") from None
     except OSError as error:
@@ -218,23 +229,27 @@ class _Place:
         self._waiting: deque[tuple[UnitName, memoryview]] = deque()
         self._changed = asyncio.Condition()
         self._rests_until = self._read_at = 0.0
-        self._unit_s = 0.0
+        self._byte_s = 0.0
         self._writing = asyncio.create_task(self._write())
 
     @property
     def rests(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def unit_s(self, num_bytes: int) -> float:
-        """Seconds that one unit is predicted to take."""
-        if time.monotonic() - self._read_at < FORGET_S:
-            return self._unit_s
-        return num_bytes / NOMINAL[self.tier.name]
+    @property
+    def bytes_per_s(self) -> float:
+        """As measured; 0 when nothing was read for FORGET_S."""
+        forgotten = time.monotonic() - self._read_at > FORGET_S
+        return 0.0 if forgotten or not self._byte_s else 1.0 / self._byte_s
 
-    def took(self, unit_s: float) -> None:
-        """Units were read in so many seconds each."""
-        known = self._read_at > 0.0
-        self._unit_s = 0.7 * self._unit_s + 0.3 * unit_s if known else unit_s
+    def read_s(self, num_bytes: int) -> float:
+        """Seconds that so many bytes are predicted to take."""
+        return num_bytes / (self.bytes_per_s or NOMINAL_TIERS[self.tier.name])
+
+    def took(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes came in so many seconds."""
+        byte_s = seconds / num_bytes
+        self._byte_s = 0.7 * self._byte_s + 0.3 * byte_s if self._byte_s else byte_s
         self._read_at = time.monotonic()
 
     def rest(self, error: OSError) -> None:
@@ -322,14 +337,16 @@ class PrefixTiers:
         engine: EngineThread,
         units: SealedUnits,
         tiers: Sequence[Tier],
+        logs: Mapping[str, CacheLog],
         tokenizer_digest: str,
         *,
         least_tokens: int,
         speed: Callable[[], WorkerSpeed],
     ) -> None:
-        """tiers: the fastest first. least_tokens: see the option prefix_restore_tokens. speed: of
-        this worker, as it is measured now."""
+        """tiers: the fastest first. logs: of what their indices report. least_tokens: see the
+        option prefix_restore_tokens. speed: of this worker, as it is measured now."""
         self._engine, self._units = engine, units
+        self.logs = logs
         self._places = [_Place(tier) for tier in tiers]
         self._tokenizer_digest = tokenizer_digest
         self._least_tokens, self._speed = least_tokens, speed
@@ -339,6 +356,11 @@ class PrefixTiers:
         metrics.gauge(
             metrics.TIER_BYTES, lambda: {(tier.name,): tier.index.num_bytes for tier in tiers}
         )
+
+    def with_rates(self, speed: WorkerSpeed) -> WorkerSpeed:
+        """A worker's speed with that of its tiers."""
+        rates = {f"{place.tier.name}_bytes_per_s": place.bytes_per_s for place in self._places}
+        return replace(speed, **rates)
 
     def stepped(self) -> None:
         """The prefix cache may have changed."""
@@ -444,7 +466,7 @@ class PrefixTiers:
             return found
         # What is far away may cost more than it saves, and what is before it may still be worth it.
         for slowest in reversed(self._places):
-            seconds = sum(place.unit_s(num_bytes) for place in found)
+            seconds = sum(place.read_s(num_bytes) for place in found)
             end = names[0].first_position + len(found) * UNIT_TOKENS if found else first
             if seconds <= speed.prefill_s(first, max(first, end)):
                 break
@@ -459,7 +481,7 @@ class PrefixTiers:
             return False
         first = names[0].first_position
         compute_s = speed.prefill_s(first, first + len(names) * UNIT_TOKENS)
-        return len(names) * place.unit_s(self._units.num_bytes) > compute_s
+        return place.read_s(len(names) * self._units.num_bytes) > compute_s
 
     async def _unpacked(
         self, names: Sequence[UnitName], places: Sequence[_Place], blocks: PrefixBlocks
@@ -496,7 +518,7 @@ class PrefixTiers:
             await asyncio.gather(*reads, return_exceptions=True)
             if done:
                 slowest = max(wanted[:done], key=lambda each: self._places.index(each[1]))[1]
-                slowest.took((time.monotonic() - began) / done)
+                slowest.took(done * self._units.num_bytes, time.monotonic() - began)
 
     async def _copy_in(self, name: UnitName, sealed: memoryview, blocks: PrefixBlocks) -> str:
         """Returns what is wrong with a unit, or "" when it was copied."""

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from batonlm.core.kvcache.cache_events import OnChange
 from batonlm.core.kvcache.prefix import UnitName
-from batonlm.core.kvcache.tier_index import TierIndex
+from batonlm.core.kvcache.tier_index import TierIndex, ignore
 from batonlm.registry.object_store import client_of, place_of
 from batonlm.worker.tiers.places import leading
 
@@ -42,12 +43,19 @@ class StoreTier:
     lasts, remote = True, True
 
     def __init__(
-        self, name: str, url: str, fingerprint: str, max_bytes: int, object_bytes: int
+        self,
+        name: str,
+        url: str,
+        fingerprint: str,
+        max_bytes: int,
+        object_bytes: int,
+        *,
+        report: OnChange = ignore,
     ) -> None:
-        """object_bytes: of every object. Raises InvalidArgument for what is no URL, and
-        ModuleNotFoundError without the client."""
+        """object_bytes: of every object. report: of its index. Raises InvalidArgument for what is
+        no URL, and ModuleNotFoundError without the client."""
         self.name = name
-        self.index = TierIndex(max_bytes)
+        self.index = TierIndex(max_bytes, report=report)
         """What this process wrote or read, as far as it is still there."""
         self._fingerprint, self._object_bytes = fingerprint, object_bytes
         bucket, prefix = place_of(url, "prefix_store")
