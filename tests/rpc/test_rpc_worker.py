@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -237,6 +238,8 @@ def test_a_speed_that_cannot_be_is_refused(value: float) -> None:
 def test_cache_events_come_back() -> None:
     batch = CacheBatch(7, b"a" * HASH_BYTES, b"b" * 2 * HASH_BYTES, snapshot=False)
     assert worker.cache_from_proto(worker.cache_to_proto(batch)) == batch
+    of_tier = replace(batch, tier="disk")
+    assert worker.cache_from_proto(worker.cache_to_proto(of_tier)) == of_tier
 
 
 @pytest.mark.parametrize("field", ["added", "removed"])

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from batonlm.core.errors import BatonError, Cancelled, HandoverFailed, InvalidArgument, Unavailable
-from batonlm.core.kvcache.cache_events import CacheBatch, CacheLog, Change
+from batonlm.core.kvcache.cache_events import TIERS, CacheBatch, CacheLog, Change
 from batonlm.core.kvcache.prefix import HASH_BYTES, prefix_hashes
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
@@ -131,6 +131,8 @@ class ScriptedWorker:
         """Its LoRA adapters; its tokens are the same with all of them."""
         self._changes: deque[Change] = deque()
         self.cache = LossyLog(self._changes)
+        self._tier_changes: dict[str, deque[Change]] = {tier: deque() for tier in TIERS}
+        self._tiers = {tier: CacheLog(changes) for tier, changes in self._tier_changes.items()}
         self.identity = WorkerIdentity(self.role, new_instance_id(), "")
         self._server: ProcessServer | None = None
 
@@ -140,7 +142,11 @@ class ScriptedWorker:
             services=[
                 self.service(),
                 worker_service(
-                    self.describe, self.load, self.cache, adapters=lambda: self.adapters
+                    self.describe,
+                    self.load,
+                    self.cache,
+                    adapters=lambda: self.adapters,
+                    tiers=self._tiers,
                 ),
             ],
             reflection=False,
@@ -187,12 +193,13 @@ class ScriptedWorker:
         now = self.adapters
         self.adapters = AdapterList(now.version + 1, adapters, now.loads_on_use)
 
-    def hold(self, token_ids: Sequence[int], adapter: str = "") -> None:
-        """Adds the prefix hashes of a prompt to its cache. adapter: the digest of the one that
-        computed it."""
+    def hold(self, token_ids: Sequence[int], adapter: str = "", tier: str = "") -> None:
+        """Adds the prefix hashes of a prompt to its cache, or to a tier. adapter: the digest of the
+        one that computed it."""
+        changes = self._tier_changes[tier] if tier else self._changes
         joined = prefix_hashes(token_ids, b"", self.model.tokenizer_digest, adapter)
         for start in range(0, len(joined), HASH_BYTES):
-            self._changes.append((joined[start : start + HASH_BYTES], True))
+            changes.append((joined[start : start + HASH_BYTES], True))
 
     def refuse(self) -> None:
         if self.refusals:

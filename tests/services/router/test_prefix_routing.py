@@ -110,6 +110,19 @@ async def test_a_worker_that_collects_none_is_not_asked_again(world: World) -> N
     assert other.prefix_senders == [holder.identity.instance_id, ""]
 
 
+async def test_a_prefix_goes_where_a_tier_has_it(world: World) -> None:
+    await world.start(RouterConfig(local_prefill_tokens=4096), prefills=0, decodes=2)
+    assert world.fleet is not None
+    pool, (_, holder) = world.fleet.decodes, world.decodes
+    holder.hold(PROMPTS[0], tier="disk")
+    await until(lambda: len(pool.tiers) == UNITS)
+    for _ in range(2 * EACH):
+        await world.ask(asking(0))
+    assert [len(worker.starts) for worker in world.decodes] == [0, 2 * EACH]
+    await holder.kill()
+    await until(lambda: not len(pool.tiers))
+
+
 async def test_a_gap_in_the_news_heals(world: World) -> None:
     """The worker lives on meanwhile: its client stays, and nobody waits for it."""
     await world.start(RouterConfig(local_prefill_tokens=4096), prefills=0, decodes=2)
