@@ -59,13 +59,17 @@ QUEUE_UNITS = 32
 
 RESTORE_S = 10.0
 """What did not come by then is computed."""
+LEAST_READ_S = 0.5
+"""A tier that takes longer for one unit, and twice as long as computing all of them is predicted to
+take, has failed."""
 MAX_RESTORES = 4
 """Attempts whose prefixes are read at once."""
 READ_AHEAD = 4
 """Units of one prefix that are read while one is copied into the pool."""
 
-REST_S = 5.0
-"""For which a tier is left alone that could not be read or written."""
+REST_S, LONGEST_REST_S = 5.0, 60.0
+"""For which a tier is left alone that could not be read or written: twice as long each time until
+it can be."""
 
 FLUSH_S = 10.0
 """For which a worker that leaves writes what is in its prefix cache to tiers that last."""
@@ -228,7 +232,7 @@ class _Place:
         self.tier = tier
         self._waiting: deque[tuple[UnitName, memoryview]] = deque()
         self._changed = asyncio.Condition()
-        self._rests_until = self._read_at = 0.0
+        self._rests_until = self._read_at = self._rest_s = 0.0
         self._byte_s = 0.0
         self._writing = asyncio.create_task(self._write())
 
@@ -251,11 +255,15 @@ class _Place:
         byte_s = seconds / num_bytes
         self._byte_s = 0.7 * self._byte_s + 0.3 * byte_s if self._byte_s else byte_s
         self._read_at = time.monotonic()
+        self._rest_s = 0.0
 
     def rest(self, error: OSError) -> None:
-        if not self.rests:
-            log.warning("KV tier %s rests for %g s: %s", self.tier.name, REST_S, error)
-        self._rests_until = time.monotonic() + REST_S
+        if self.rests:
+            return
+        self._rest_s = min(LONGEST_REST_S, 2 * self._rest_s or REST_S)
+        self._rests_until = time.monotonic() + self._rest_s
+        why = str(error) or "it takes too long"
+        log.warning("KV tier %s rests for %g s: %s", self.tier.name, self._rest_s, why)
 
     async def keep(self, name: UnitName, sealed: memoryview, *, wait: bool = False) -> None:
         """Writes a unit behind. Dropped when too much waits already, unless the caller waits."""
@@ -272,20 +280,22 @@ class _Place:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._waiting)
 
-    async def locate(self, names: Sequence[UnitName]) -> int:
+    async def locate(self, names: Sequence[UnitName], wait_s: float) -> int:
         """See `Tier.locate`; 0 while it rests."""
         if self.rests or not names:
             return 0
         try:
-            return await self.tier.locate(names)
+            async with asyncio.timeout(wait_s):
+                return await self.tier.locate(names)
         except OSError as error:
             self.rest(error)
             return 0
 
-    async def read(self, name: UnitName) -> memoryview | None:
+    async def read(self, name: UnitName, wait_s: float) -> memoryview | None:
         """See `Tier.read`. Counts what fails."""
         try:
-            sealed = await self.tier.read(name)
+            async with asyncio.timeout(wait_s):
+                sealed = await self.tier.read(name)
         except OSError as error:
             self.rest(error)
             READS.labels(self.tier.name, "failed").inc()
@@ -319,6 +329,7 @@ class _Place:
                     outcome = "dropped"
                 else:
                     await self.tier.write(name, sealed)
+                    self._rest_s = 0.0
             except OSError as error:
                 outcome = "failed"
                 self.rest(error)
@@ -387,11 +398,14 @@ class PrefixTiers:
             return 0
         taken: list[PrefixBlocks] = []
         arrived = 0
+        wait_s, speed = RESTORE_S, self._speed()
+        if speed.prefills:
+            wait_s = min(wait_s, max(LEAST_READ_S, 2 * speed.prefill_s(0, size)))
         try:
             async with asyncio.timeout(RESTORE_S), self._restores:
                 cached = await self._engine.call(lambda loop: loop.scheduler.num_cached(whole))
                 first = cached // UNIT_TOKENS
-                places = await self._worthwhile(names[first:], cached)
+                places = await self._worthwhile(names[first:], cached, wait_s)
                 names = names[first : first + len(places)]
                 end = (first + len(places)) * UNIT_TOKENS
                 prefix = whole._replace(token_ids=whole.token_ids[:end])
@@ -405,10 +419,10 @@ class PrefixTiers:
                 # What was cached and was evicted meanwhile is computed, with all behind it.
                 if taken and taken[0].cached >= cached:
                     arrived = taken[0].cached
-                    async for end in self._unpacked(names, places, taken[0]):
+                    async for end in self._unpacked(names, places, taken[0], wait_s):
                         arrived = end
         except TimeoutError:
-            log.warning("a prefix did not come from its tier in %g s", RESTORE_S)
+            log.warning("a prefix did not come from its tiers in %g s", RESTORE_S)
         except BatonError:
             # The engine stops, or too much is queued for it.
             log.debug("a prefix could not be restored", exc_info=True)
@@ -443,7 +457,9 @@ class PrefixTiers:
             await place.close()
         self._units.close()
 
-    async def _worthwhile(self, names: Sequence[UnitName], first: int) -> list[_Place]:
+    async def _worthwhile(
+        self, names: Sequence[UnitName], first: int, wait_s: float
+    ) -> list[_Place]:
         """Where each of the units is, as many of the first ones as are worth reading. first: the
         position behind what is cached."""
         found: list[_Place] = []
@@ -455,7 +471,7 @@ class PrefixTiers:
                 # Whether it is there takes a while to ask; not if it would be of no use.
                 if place.tier.remote and left and self._is_slower(place, left):
                     continue
-                if count := await place.locate(left):
+                if count := await place.locate(left, wait_s):
                     found += [place] * count
                     more = True
                     break
@@ -484,7 +500,11 @@ class PrefixTiers:
         return place.read_s(len(names) * self._units.num_bytes) > compute_s
 
     async def _unpacked(
-        self, names: Sequence[UnitName], places: Sequence[_Place], blocks: PrefixBlocks
+        self,
+        names: Sequence[UnitName],
+        places: Sequence[_Place],
+        blocks: PrefixBlocks,
+        wait_s: float,
     ) -> AsyncIterator[int]:
         """Copies units into the reserved blocks, in order, up to the first one that does not come.
         Yields the position behind each."""
@@ -499,7 +519,7 @@ class PrefixTiers:
             for number, (name, place) in enumerate(wanted):
                 while len(reads) < READ_AHEAD and number + len(reads) < len(wanted):
                     ahead, where = wanted[number + len(reads)]
-                    reads.append(asyncio.create_task(where.read(ahead)))
+                    reads.append(asyncio.create_task(where.read(ahead, wait_s)))
                 sealed = await reads[0]
                 reads.popleft()
                 if sealed is None:
