@@ -54,8 +54,8 @@ SPILL_EVERY_S = 0.05
 SPILL_UNITS = 8
 """Copied at once: so much memory is taken for copies."""
 
-QUEUE_UNITS = 32
-"""That wait to be written to one tier; the next ones are dropped."""
+QUEUE_BYTES, LEAST_QUEUED = 64 << 20, 4
+"""Of units that wait to be written to one tier, or so many; the next ones are dropped."""
 
 RESTORE_S = 10.0
 """What did not come by then is computed."""
@@ -228,8 +228,9 @@ class SealedUnits:
 class _Place:
     """A tier with what waits to be written to it, how fast it is, and whether it rests."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, unit_bytes: int) -> None:
         self.tier = tier
+        self._most_waiting = max(LEAST_QUEUED, QUEUE_BYTES // unit_bytes)
         self._waiting: deque[tuple[UnitName, memoryview]] = deque()
         self._changed = asyncio.Condition()
         self._rests_until = self._read_at = self._rest_s = 0.0
@@ -267,11 +268,11 @@ class _Place:
 
     async def keep(self, name: UnitName, sealed: memoryview, *, wait: bool = False) -> None:
         """Writes a unit behind. Dropped when too much waits already, unless the caller waits."""
-        if self.rests or (len(self._waiting) >= QUEUE_UNITS and not wait):
+        if self.rests or (len(self._waiting) >= self._most_waiting and not wait):
             WRITES.labels(self.tier.name, "dropped").inc()
             return
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._waiting) < QUEUE_UNITS)
+            await self._changed.wait_for(lambda: len(self._waiting) < self._most_waiting)
             self._waiting.append((name, sealed))
             self._changed.notify_all()
 
@@ -358,7 +359,7 @@ class PrefixTiers:
         option prefix_restore_tokens. speed: of this worker, as it is measured now."""
         self._engine, self._units = engine, units
         self.logs = logs
-        self._places = [_Place(tier) for tier in tiers]
+        self._places = [_Place(tier, units.num_bytes) for tier in tiers]
         self._tokenizer_digest = tokenizer_digest
         self._least_tokens, self._speed = least_tokens, speed
         self._restores = asyncio.Semaphore(MAX_RESTORES)
