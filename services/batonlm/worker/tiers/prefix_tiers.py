@@ -371,8 +371,13 @@ class PrefixTiers:
 
     def with_rates(self, speed: WorkerSpeed) -> WorkerSpeed:
         """A worker's speed with that of its tiers."""
-        rates = {f"{place.tier.name}_bytes_per_s": place.bytes_per_s for place in self._places}
-        return replace(speed, **rates)
+        rates = {place.tier.name: place.bytes_per_s for place in self._places}
+        return replace(
+            speed,
+            host_bytes_per_s=rates.get("host", 0.0),
+            disk_bytes_per_s=rates.get("disk", 0.0),
+            store_bytes_per_s=rates.get("store", 0.0),
+        )
 
     def stepped(self) -> None:
         """The prefix cache may have changed."""
