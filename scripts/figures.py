@@ -76,6 +76,7 @@ FIGURES = {
     "cold": Figure("bench cold --rounds 2"),
     "drain": Figure("bench drain --prompt-tokens 800 --output-tokens 250"),
     "rebalance": Figure("bench rebalance"),
+    "fabric": Figure("bench fabric --trace {TRACE}", takes=("TRACE",)),
     "overload": Figure("bench overload"),
     "fairness": Figure("bench fairness"),
     "readers": Figure("bench readers"),

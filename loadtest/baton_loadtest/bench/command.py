@@ -35,6 +35,8 @@ BENCHMARKS = {
     "(6 minutes)",
     "rebalance": "what moving running sequences does when decode grows from 2 to 4 workers "
     "(3 minutes)",
+    "fabric": "what collecting prefixes from other workers' caches saves, in conversations of "
+    "Mooncake's trace (6 minutes)",
     "readers": "what readers that stall and senders that crawl cost everybody else (4 minutes)",
     "overload": "what becomes of goodput, refusals and memory at up to ten times capacity "
     "(5 minutes)",

@@ -302,7 +302,7 @@ class Replay:
             if self.seconds is not None and due_s >= self.seconds:
                 break
             output = max(1, round(request.output_tokens * self.scale))
-            pieces = tuple(_pieces(request, number, self.scale))
+            pieces = tuple(pieces_of(request, number, self.scale))
             turn, cut = _fitted(Turn(pieces, output), self.most_tokens)
             sessions.append(Session(due_s, (turn,)))
             shortened += cut
@@ -315,7 +315,7 @@ class Replay:
 Source = Drawn | Replay
 
 
-def _pieces(request: Recorded, number: int, scale: float) -> Iterator[Piece]:
+def pieces_of(request: Recorded, number: int, scale: float) -> Iterator[Piece]:
     """A block remains one block when scaled: equal ids have equal tokens."""
     left = max(1, round(request.prompt_tokens * scale))
     if not request.blocks:
