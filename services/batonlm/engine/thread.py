@@ -22,9 +22,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batonlm.core.errors import Overloaded, Unavailable
+from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan
+from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.core.scheduler.sequence_table import Load
 from batonlm.core.scheduler.step_cost import StepTimes
 
@@ -167,6 +169,7 @@ class EngineThread:
         self._stopping = False
         self._copies = CopyThread()
         self._runner: ModelRunner | None = None
+        self._scheduler: Scheduler | None = None
         self._answers: list[_Call] = []
         self._watch = StepWatch()
         self.load = Load(0, 0, 0, 0)
@@ -242,6 +245,12 @@ class EngineThread:
         self._enqueue(_Call(function, None))
 
     @property
+    def speed(self) -> WorkerSpeed:
+        """By the steps so far."""
+        assert self._scheduler is not None, "the thread was not started"
+        return self._scheduler.speed
+
+    @property
     def step_age_s(self) -> float:
         """How long the running step has been running, in seconds; 0 when there is none."""
         return self._watch.age_s(time.monotonic())
@@ -274,7 +283,7 @@ class EngineThread:
             self._call_back(_fail, self._made, error)
             return
         self.load = loop.scheduler.load
-        self._runner = loop.runner
+        self._runner, self._scheduler = loop.runner, loop.scheduler
         self._call_back(_resolve, self._made, None)
         try:
             self._run(loop)

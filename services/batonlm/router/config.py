@@ -120,7 +120,7 @@ class RouterConfig(ProcessOptions):
         minimum=-1,
     )
     collect_prefix_tokens: int = option(
-        0,
+        -1,
         "the worker that computes an input collects from another one's cache what that has of it, "
         "if these are so many tokens more than its own cache has; -1: if it is predicted to "
         "take at most half the time of computing them, by measured speeds; 0: never",

@@ -31,6 +31,11 @@ COLLECTS = metrics.counter(metrics.PREFIX_COLLECTS)
 COLLECTED = metrics.counter(metrics.PREFIX_TOKENS)
 
 
+LEAST_S = 3.0
+"""Seconds that a collection may take, however fast its prefix is computed: for two workers that
+meet, and for the silence that shows that a sender is dead."""
+
+
 @dataclass(slots=True, eq=False)
 class _Collection:
     """One that runs."""
@@ -77,8 +82,9 @@ class PrefixExchange:
         """Collects the beginning of an attempt's input into the prefix cache, as far as that worker
         has it and it comes. While much of it is collected for another attempt, waits for that.
 
-        Returns what came, when it has ended in whatever way, after PREFIX_S at most and a moment.
-        May be cancelled. What is posted to the engine afterwards finds the KV that came.
+        Returns what came, when it has ended in whatever way: at most after as long as computing all
+        of it takes here, but not before LEAST_S and not after PREFIX_S. May be cancelled. What is
+        posted to the engine afterwards finds the KV that came.
         """
         began = time.monotonic()
         # The last position is always computed, for its logits.
@@ -86,12 +92,13 @@ class PrefixExchange:
         if not ids or attempt.prompt_logprobs is not None:
             return PrefixCollected(outcome="incompatible")
         prefix = Prefix(ids, attempt.cache_salt, attempt.adapter)
+        limit_s = min(PREFIX_S, max(LEAST_S, self._engine.speed.prefill_s(0, len(ids))))
         collected = PrefixCollected(outcome="cached")
-        if not await self._came_for_another(prefix, sender):
+        if not await self._came_for_another(prefix, sender, limit_s):
             collection = _Collection(prefix, sender.instance_id)
             self._collections.append(collection)
             try:
-                left_s = max(0.0, began + PREFIX_S - time.monotonic())
+                left_s = max(0.0, began + limit_s - time.monotonic())
                 collected = await self._collect(prefix, sender, left_s, about)
                 collection.came = collected.outcome in ("completed", "cached")
             finally:
@@ -101,15 +108,17 @@ class PrefixExchange:
         collected.wait_us = round((time.monotonic() - began) * 1e6)
         return collected
 
-    async def _came_for_another(self, prefix: Prefix, sender: WorkerIdentity) -> bool:
-        """Waits for a collection of much of a prefix, if one runs, but not longer than PREFIX_S.
+    async def _came_for_another(
+        self, prefix: Prefix, sender: WorkerIdentity, limit_s: float
+    ) -> bool:
+        """Waits for a collection of much of a prefix, if one runs, but not longer than limit_s.
         Returns whether it brought all that there is."""
         running = [one for one in self._collections if one.shares_half_of(prefix)]
         if not running:
             return False
         first = running[0]
         with suppress(TimeoutError):
-            await asyncio.wait_for(first.over.wait(), PREFIX_S)
+            await asyncio.wait_for(first.over.wait(), limit_s)
         return first.came and (first.prefix, first.sender) == (prefix, sender.instance_id)
 
     async def _collect(
