@@ -15,6 +15,8 @@ COMPLETED = (SenderState.COMPLETED.value, ReceiverState.COMPLETED.value)
 SMALL = Size(num_positions=2)
 WITH_STATE = Size(num_positions=2, state_positions=1)
 PREFIX = Size(num_positions=2, is_prefix=True)
+DYING = (SenderState.OFFERED, SenderState.OPENED, SenderState.ANNOUNCED, SenderState.GIVING)
+TAKING = (ReceiverState.OPENING, ReceiverState.RESERVING, ReceiverState.TAKING)
 FAILED = (SenderState.FAILED.value, ReceiverState.FAILED.value)
 OF_PREFIXES = (Mutation.EVICT_WHILE_OFFERED, Mutation.UNPACK_OUT_OF_ORDER)
 """What can go wrong with these only."""
@@ -36,6 +38,27 @@ def test_without_faults_a_prefix_is_collected_as_far_as_the_cache_has_it() -> No
         frozenset({COMPLETED}),
         frozenset({COMPLETED, FAILED}),
         frozenset({FAILED}),
+    }
+
+
+def test_with_a_fault_a_prefix_ends_in_these_ways_and_what_came_has_no_gap() -> None:
+    """Its sender evicts, or dies or runs out of time before, amid or after its KV chunks."""
+    explorer = Explorer(Known(size=PREFIX), max_faults=1)
+    explorer.run()
+    sender, receiver = SenderState, ReceiverState
+    assert {pair for ends in explorer.ends for pair in ends} == {
+        (one.value, other.value)
+        for one, other in (
+            (sender.COMPLETED, receiver.COMPLETED),
+            (sender.REFUSED, receiver.FULL),
+            (sender.FAILED, receiver.FAILED),
+            # The sender died.
+            *((each, receiver.FAILED) for each in DYING),
+            # The receiver died, or its last word came too late.
+            *((sender.FAILED, each) for each in (*TAKING, receiver.COMPLETED)),
+            # The sender died when all was here.
+            *((each, receiver.COMPLETED) for each in (sender.GIVING, sender.GIVEN)),
+        )
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from baton_loadtest import traces
+from baton_loadtest.bench import fabric
 from batonlm.cli.main import main
+from batonlm.core.errors import InvalidArgument
 
 Bench = Callable[..., dict[str, dict[str, Any]]]
 
@@ -198,6 +202,45 @@ def test_rebalance(tmp_path: Path) -> None:
     assert found["sequences that moved"]["value"] > 0
     spread = found["most sequences less fewest, with"]
     assert spread["value"] < spread["against"] == 8
+
+
+def turn(at: int, *blocks: int) -> str:
+    lengths = {"input_length": 512 * len(blocks), "output_length": 64}
+    return json.dumps({"timestamp": at, **lengths, "hash_ids": blocks}) + "\n"
+
+
+CONVERSATIONS = (turn(1, 0, 1, 2), turn(2, 0, 3), turn(3, 0, 1, 2, 4), turn(4, 0, 3, 5))
+
+
+def test_conversations_of_a_trace_share_more_than_its_first_block(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join((*CONVERSATIONS, turn(5, 0, 6))))
+    args = argparse.Namespace(turns=2, conversations=2, seed=0, block_tokens=32, most_tokens=100)
+    first, second = fabric.conversations(traces.read(trace).requests, args)
+    assert [len(each.prompt) for each in (*first, *second)] == [96, 100, 64, 96]
+    assert first[1].prompt[:96] == first[0].prompt
+    assert second[1].prompt[:64] == second[0].prompt
+    assert first[0].prompt[:64] != second[0].prompt
+    assert {each.output_tokens for each in (*first, *second)} == {4}
+    with pytest.raises(InvalidArgument):
+        fabric.conversations(
+            traces.read(trace).requests, argparse.Namespace(turns=3, conversations=1)
+        )
+
+
+@pytest.mark.slow
+def test_fabric(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "figures.json"
+    trace.write_text("".join(CONVERSATIONS))
+    few = ["--conversations", "2", "--turns", "2", "--workers", "2", "--shape", "tiny"]
+    command = ["bench", "fabric", "--trace", str(trace), *few, "--json", str(file)]
+    assert main(command) == 0
+    found = {result["name"]: result for result in json.loads(file.read_text())["results"]}
+    # Two conversations of three and four blocks, and of two and three.
+    assert found["prompt tokens"]["value"] == 32 * 12
+    assert found["computed, nothing shared"]["value"] == 32 * 12
+    assert found["computed, own cache only"]["value"] < 32 * 12
 
 
 @pytest.mark.slow
