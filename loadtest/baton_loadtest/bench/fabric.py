@@ -105,7 +105,9 @@ def measure(args: argparse.Namespace) -> Report:
         ("any", -1, True),
     ):
         say(f"{name}: {requests} requests")
-        sides[name] = asyncio.run(_side(args, talks, collect, shared))
+        with TemporaryDirectory() as empty:
+            model = engines.with_tokenizer(engines.folder(args.shape), Path(empty))
+            sides[name] = asyncio.run(_side(args, model, talks, collect, shared))
     alone, own, anywhere = sides.values()
     if (
         not [s.ids for s in alone.samples]
@@ -209,27 +211,30 @@ def conversations(trace: Iterable[Recorded], args: argparse.Namespace) -> list[C
 
 
 async def _side(
-    args: argparse.Namespace, talks: Sequence[Conversation], collect: int, shared: bool
+    args: argparse.Namespace,
+    model: Path,
+    talks: Sequence[Conversation],
+    collect: int,
+    shared: bool,
 ) -> Side:
-    with TemporaryDirectory() as empty:
-        options = UpOptions(
-            model=str(engines.with_tokenizer(engines.folder(args.shape), Path(empty))),
-            prefill=0,
-            decode=args.workers,
-            threads=1,
-            transport=args.transport,
-            kv_memory_mib=args.kv_mib,
-            engine_flags=("--max-running", str(args.running)),
-            router_flags=("--collect-prefix-tokens", str(collect)),
-        )
-        async with fleet(options) as running:
-            await _drive(running, talks[:1] * args.workers, args, shared=False, name="warm")
-            before, spent = await _totals(running), sum(running.spent_s().values())
-            began = time.perf_counter()
-            samples = await _drive(running, talks, args, shared=shared, name="turn")
-            took_s = time.perf_counter() - began
-            cpu_s = sum(running.spent_s().values()) - spent
-            after = await _totals(running)
+    options = UpOptions(
+        model=str(model),
+        prefill=0,
+        decode=args.workers,
+        threads=1,
+        transport=args.transport,
+        kv_memory_mib=args.kv_mib,
+        engine_flags=("--max-running", str(args.running)),
+        router_flags=("--collect-prefix-tokens", str(collect)),
+    )
+    async with fleet(options) as running:
+        await _drive(running, talks[:1] * args.workers, args, shared=False, name="warm")
+        before, spent = await _totals(running), sum(running.spent_s().values())
+        began = time.perf_counter()
+        samples = await _drive(running, talks, args, shared=shared, name="turn")
+        took_s = time.perf_counter() - began
+        cpu_s = sum(running.spent_s().values()) - spent
+        after = await _totals(running)
     gained = {name: value - before.get(name, 0.0) for name, value in after.items()}
 
     def total(name: str) -> float:
