@@ -216,7 +216,6 @@ def test_a_body_is_a_request() -> None:
         max_output_tokens=9,
         truncation="auto",
         tools=[WEATHER],
-        tool_choice="required",
         parallel_tool_calls=False,
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         reasoning={"effort": "high", "summary": "auto"},
@@ -225,7 +224,7 @@ def test_a_body_is_a_request() -> None:
         ChatPrompt(
             (Message("system", "Be brief."), Message("user", "ab")),
             tools=(Tool("weather", "of", json.dumps(CITY, separators=(",", ":"))),),
-            tool_choice=ToolChoice(ToolUse.REQUIRED, parallel=False),
+            tool_choice=ToolChoice(parallel=False),
             template_kwargs='{"reasoning_effort":"high"}',
             needed_variables=("reasoning_effort",),
         ),
@@ -251,6 +250,9 @@ def test_what_tools_may_be_called() -> None:
     asked = chat(tools=[WEATHER, clock], tool_choice=some)
     assert asked.tool_choice == ToolChoice(ToolUse.REQUIRED)
     assert [tool.name for tool in asked.tools] == ["clock"]
+    # A call that must be made is no text, which the format is of.
+    form = {"format": {"type": "json_object"}}
+    assert parsed(tools=[WEATHER], tool_choice="required", text=form).grammar is None
 
 
 def said(text: str) -> Any:

@@ -283,6 +283,7 @@ def responses_call(
             turns.insert(0, Turn("system", "instructions", texts=[body.instructions]))
     tools = [_tool(index, tool) for index, tool in enumerate(body.tools or ())]
     choice, allowed = _tool_choice(body)
+    grammar = _grammar(body.text)
     kwargs = _template_kwargs(body.reasoning)
     prompt = ChatPrompt(
         messages=tuple(turn.message() for turn in turns),
@@ -307,7 +308,8 @@ def responses_call(
         # The name says that it is a bound.
         cap_max_tokens=True,
         truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
-        grammar=_grammar(body.text),
+        # The format is that of a text, which there is not beside calls that must be made.
+        grammar=None if choice.use is ToolUse.REQUIRED else grammar,
     )
     return ResponsesCall(
         requests=(request,),
