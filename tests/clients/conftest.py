@@ -29,7 +29,7 @@ NODE_CLIENTS = (
 PYTHON_AGENTS = (
     "langchain", "langchain-openai", "openai-agents", "pydantic-ai-slim[openai]", "instructor",
 )  # fmt: skip
-NODE_AGENTS = ("ai", "@ai-sdk/openai-compatible", "zod")
+NODE_AGENTS = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "zod")
 TENANTS = ("openai", "node", "anthropic", "litellm", "llm", "grpcio")
 TIGHT = "12"
 """Requests a minute of each tenant: two at once, then one every five seconds."""

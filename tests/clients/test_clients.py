@@ -48,6 +48,8 @@ def check_chat(served: Served, got: dict[str, Any]) -> None:
     assert got["chat"] == json.loads(chat)["choices"][0]["message"]["content"]
     assert got["chat"]
     assert got.get("chat_streamed", got["chat"]) == got["chat"]
+    assert got.get("response", got["chat"]).startswith(got["chat"])
+    assert got.get("response_streamed") == got.get("response")
 
 
 @pytest.mark.parametrize("language", ["python", "node"])
@@ -76,6 +78,30 @@ def told_in(served: Served, request: pytest.FixtureRequest, language: str, name:
         folder: Path = request.getfixturevalue("node_clients")
         command = Path("node"), Path(shutil.copy(SCRIPTS / f"{name}.mjs", folder))
     return json.loads(served.run(*command).splitlines()[-1])
+
+
+def test_responses(served: Served, python_clients: Path) -> None:
+    script = SCRIPTS / "with_responses.py"
+    got = json.loads(served.run(python_clients / "python", script).splitlines()[-1])
+    check_chat(served, got)
+    assert got["final"].startswith(got["chat"]) and got["retrieved"] == got["chat"]
+    assert got["events"] == ["response.created", "response.incomplete"]
+    assert got["status"] == ["incomplete", "max_output_tokens"]
+    assert got["usage"] == [12, 12]
+    assert got["continued"][0] == got["continued"][1] != got["chat"]
+    assert got["item"] == "Who are you?"
+    assert got["parsed"] == ["age", "name"]
+    assert got["background"] == ["in_progress", "incomplete", got["chat"]]
+    assert got["again"] == [3, "response.incomplete"]
+    assert got["cancelled"] in ("cancelled", "completed")
+    called, answer = got["agent"]
+    assert called == [["get_weather", {"city": "Paris"}]]
+    assert "sunny" in answer and "21" in answer
+    assert got["errors"] == [
+        ["NotFoundError", 404, "response_id"],
+        ["NotFoundError", 404, "model"],
+        ["BadRequestError", 400, "tools[0].type"],
+    ]
 
 
 def test_anthropic(served: Served, python_clients: Path) -> None:

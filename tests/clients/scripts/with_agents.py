@@ -1,12 +1,15 @@
 """What agents of four libraries do with tools, from the question to the last answer.
 
-`python with_agents.py LIBRARY` prints what was called and what was answered, as JSON.
+`python with_agents.py LIBRARY API` prints what was called and what was answered, as JSON. API:
+`chat` or `responses`.
 """
 
 import json
 import os
 import sys
 
+LIBRARY, API = sys.argv[1:]
+RESPONSES = API == "responses"
 MODEL, BASE = os.environ["MODEL"], os.environ["OPENAI_BASE_URL"]
 WEATHER = "It is sunny and 21 degrees."
 QUESTION = "What is the weather in Paris?"
@@ -30,11 +33,12 @@ def langchain():
     from langchain.agents import create_agent
     from langchain_openai import ChatOpenAI
 
-    agent = create_agent(ChatOpenAI(model=MODEL, temperature=0), tools=[get_weather, multiply])
+    model = ChatOpenAI(model=MODEL, temperature=0, use_responses_api=RESPONSES)
+    agent = create_agent(model, tools=[get_weather, multiply])
 
     def ask(question):
         state = agent.invoke({"messages": [("user", question)]}, {"recursion_limit": 8})
-        return state["messages"][-1].content
+        return state["messages"][-1].text
 
     return [ask(QUESTION), ask("What is 213 * 47?")]
 
@@ -44,6 +48,7 @@ def openai_agents():
         Agent,
         ModelSettings,
         OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
         Runner,
         function_tool,
         set_tracing_disabled,
@@ -51,10 +56,11 @@ def openai_agents():
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
+    kind = OpenAIResponsesModel if RESPONSES else OpenAIChatCompletionsModel
     agent = Agent(
         name="Assistant",
         instructions="You are a helpful assistant.",
-        model=OpenAIChatCompletionsModel(model=MODEL, openai_client=AsyncOpenAI()),
+        model=kind(model=MODEL, openai_client=AsyncOpenAI()),
         model_settings=ModelSettings(temperature=0),
         tools=[function_tool(get_weather), function_tool(multiply)],
     )
@@ -64,11 +70,12 @@ def openai_agents():
 
 def pydantic_ai():
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
     from pydantic_ai.usage import UsageLimits
 
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE))
+    kind = OpenAIResponsesModel if RESPONSES else OpenAIChatModel
+    model = kind(MODEL, provider=OpenAIProvider(base_url=BASE))
     agent = Agent(
         model, tools=[get_weather, multiply], model_settings={"temperature": 0, "max_tokens": 200}
     )
@@ -94,11 +101,13 @@ def instructor():
                 raise ValueError(f"age must be {round(age, -1)}")
             return age
 
-    client = library.from_openai(openai.OpenAI(), mode=library.Mode.TOOLS)
-    person = client.chat.completions.create(
+    mode = library.Mode.RESPONSES_TOOLS if RESPONSES else library.Mode.TOOLS
+    client = library.from_openai(openai.OpenAI(), mode=mode)
+    most = {"max_output_tokens": 200} if RESPONSES else {"max_tokens": 200}
+    person = client.create(
         model=MODEL,
         temperature=0,
-        max_tokens=200,
+        **most,
         response_model=Person,
         max_retries=2,
         messages=[{"role": "user", "content": PERSON}],
@@ -112,5 +121,5 @@ run = {
     "pydantic-ai": pydantic_ai,
     "instructor": instructor,
 }
-answers = run[sys.argv[1]]()
+answers = run[LIBRARY]()
 print(json.dumps({"called": called, "answers": answers}))

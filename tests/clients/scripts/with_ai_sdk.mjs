@@ -1,10 +1,13 @@
 // What an agent of the AI SDK does with tools; prints what was called and answered, as JSON.
+// `node with_ai_sdk.mjs API`: `chat` or `responses`.
 
+import { createOpenAI } from '@ai-sdk/openai'
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible'
 import { generateText, stepCountIs, streamText, tool } from 'ai'
 import { z } from 'zod'
 
-const provider = createOpenAICompatible({
+const create = process.argv[2] === 'responses' ? createOpenAI : createOpenAICompatible
+const provider = create({
   name: 'baton',
   baseURL: process.env.OPENAI_BASE_URL,
   apiKey: process.env.OPENAI_API_KEY,

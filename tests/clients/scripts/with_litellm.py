@@ -31,9 +31,16 @@ chunks = list(litellm.completion(model=model, messages=MESSAGES, stream=True, **
 text = litellm.text_completion(
     model="text-completion-openai/" + os.environ["MODEL"], prompt="The capital of France", **asked
 )
+respond = {**asked, "model": "openai/" + os.environ["MODEL"], "input": "Who are you?"}
+# It asks for 16 at least, as OpenAI does.
+respond["max_output_tokens"] = respond.pop("max_tokens") + 4
+response = litellm.responses(**respond)
+pieces = [getattr(event, "delta", "") for event in litellm.responses(**respond, stream=True)]
 print(
     json.dumps(
         {
+            "response": response.output[0].content[0].text,
+            "response_streamed": "".join(pieces),
             "chat": chat.choices[0].message.content,
             "chat_streamed": "".join(c.choices[0].delta.content or "" for c in chunks),
             "completion": text.choices[0].text,

@@ -35,6 +35,12 @@ const [completionStreamed] = await gathered(
   await client.completions.create({ ...asked, prompt, stream: true }),
   (choice) => choice.text,
 );
+const respond = { model: asked.model, temperature: 0, max_output_tokens: 12, input: "Who are you?" };
+const response = await client.responses.create(respond);
+let responseStreamed = "";
+for await (const event of await client.responses.create({ ...respond, stream: true })) {
+  if (event.type === "response.output_text.delta") responseStreamed += event.delta;
+}
 const models = [];
 for await (const model of client.models.list()) models.push(model.id);
 const limited = new OpenAI({ apiKey: process.env.TIGHT_KEY });
@@ -50,6 +56,8 @@ console.log(JSON.stringify({
   usage: [chat.usage.completion_tokens, usage],
   completion: completion.choices[0].text,
   completion_streamed: completionStreamed,
+  response: response.output_text,
+  response_streamed: responseStreamed,
   errors: [await failure({ model: "other" }), await failure({ temperature: -1 })],
   retried,
 }));
