@@ -140,9 +140,9 @@ def check(form: str, with_markers: bool, tools: list[Tool], seed: int) -> int:
 def test_what_a_grammar_allows_is_valid(form: str) -> None:
     ended = 0
     for number, tool in enumerate(TOOLS):
-        for seed in range(4):
+        for seed in range(2):
             ended += check(form, bool(seed % 2), [tool], 31 * number + seed)
-    assert ended > len(TOOLS)
+    assert ended > len(TOOLS) // 2
 
 
 @pytest.mark.deep
@@ -150,6 +150,6 @@ def test_what_a_grammar_allows_is_valid(form: str) -> None:
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
 def test_much_that_a_grammar_allows_is_valid(form: str, with_markers: bool) -> None:
     for tool in TOOLS:
-        ended = sum(check(form, with_markers, [tool], seed) for seed in range(40))
-        assert ended > 4, tool.name
-    assert sum(check(form, with_markers, TOOLS, seed) for seed in range(100)) > 10
+        ended = sum(check(form, with_markers, [tool], seed) for seed in range(9))
+        assert ended, tool.name
+    assert sum(check(form, with_markers, TOOLS, seed) for seed in range(18)) > 1

@@ -60,6 +60,45 @@ def test_a_prompt_may_end_within_reasoning(
     assert left_open(rendered, chat) is expected
 
 
+CALL_OF_KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "text", "expected"),
+    [
+        ("hermes", "think", "<tool_call>{}", ("", "<tool_call>{}", 0)),
+        ("hermes", "think", "a <tool_call></think>b", ("b", "a <tool_call>", 0)),
+        ("kimi_k2", "think", f"hm{CALL_OF_KIMI}", ("", "hm", 1)),
+        ("kimi_k2", "think", f"hm</think>{CALL_OF_KIMI}", ("", "hm", 1)),
+        ("gemma4", "gemma4", "\nhm\n<channel|>So.", ("So.", "hm", 0)),
+        ("granite", "granite", "\n\nhm\n\nHere is my response:\n\nSo.", ("So.", "hm", 0)),
+    ],
+)
+def test_calls_within_reasoning(
+    tools: str, reasoning: str, text: str, expected: tuple[str, str, int]
+) -> None:
+    """They are reasoning, but for a marker of Kimi's that ends it."""
+    form = TOOL_FORMATS[tools]
+    readers = (REASONING_FORMATS[reasoning].reader(True, form), form.read)
+    for pieces in ([text], list(text)):
+        found = read(pieces, *readers)
+        assert (found.content, found.reasoning, len(found.calls)) == expected
+
+
+def test_harmony_is_told_apart_without_tools() -> None:
+    text = (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "well<|end|><|start|>assistant<|channel|>final<|message|>Yes <b>."
+    )
+    reader = REASONING_FORMATS["harmony"].reader(False, None)
+    for pieces in ([text], list(text)):
+        found = read(pieces, reader, tools={})
+        assert (found.content, found.reasoning) == ("Yes <b>.", "hm\nwell")
+
+
 def deltas(end: int | None) -> AnswerDeltas:
     readers = (THINK.reader(False, None), TOOL_FORMATS["hermes"].read)
     return AnswerDeltas(AnswerParts(readers, TOOLS, str), calls_finish=True, reasoning_end=end)

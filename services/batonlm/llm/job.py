@@ -140,6 +140,8 @@ class Job:
             request = replace(request, grammar=answers.grammar())
         prompt, _ = truncated(request, tuple(encoded.token_ids), b"", model)
         stop = resolve_stop(request, len(prompt), model)
+        if answers is not None:
+            stop = answers.ending(stop, model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
         digest = adapter.digest if adapter else ""

@@ -32,7 +32,7 @@ from jinja2.visitor import NodeTransformer
 from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.core.request.request import ChatPrompt
 from batonlm.core.request.validation import parse_template_kwargs, wrong
-from batonlm.tokenizer.renderers import Setup, chat_messages, chat_tools, too_much
+from batonlm.tokenizer.renderers import MessageForm, Setup, chat_messages, chat_tools, too_much
 
 USES_PER_LOOK = 64
 MAX_BITS = 4096
@@ -287,7 +287,7 @@ class ChatTemplate:
         self._template = template
         tree = sandbox.parse(setup.source)
         self._variables = meta.find_undeclared_variables(tree)
-        self._joins_arguments = _joins_arguments(tree)
+        self._form = MessageForm(_joins_arguments(tree), _reads(tree, "thinking"))
         self._sandbox = sandbox
         self._control = _Control(setup)
 
@@ -304,9 +304,7 @@ class ChatTemplate:
                     "is not supported by this model: its chat template has no such variable",
                     field=name,
                 )
-        values = _Values(
-            chat_messages(chat, arguments_as_text=self._joins_arguments), chat_tools(chat), kwargs
-        )
+        values = _Values(chat_messages(chat, self._form), chat_tools(chat), kwargs)
         text = self._text(chat, values)
         try:
             text.encode()
@@ -382,11 +380,18 @@ def _joins_arguments(tree: nodes.Template) -> bool:
         parts += [added.left, added.right]
     for joined in tree.find_all(nodes.Concat):
         parts += joined.nodes
-    return any(
-        (isinstance(part, nodes.Getattr) and part.attr == "arguments")
-        or (isinstance(part, nodes.Getitem) and part.arg == nodes.Const("arguments"))
-        for part in parts
-    )
+    return any(_is_field(part, "arguments") for part in parts)
+
+
+def _reads(tree: nodes.Template, name: str) -> bool:
+    """Whether a template reads a field of this name."""
+    return any(_is_field(node, name) for node in tree.find_all((nodes.Getattr, nodes.Getitem)))
+
+
+def _is_field(node: nodes.Node, name: str) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == name
+    return isinstance(node, nodes.Getitem) and node.arg == nodes.Const(name)
 
 
 def not_accepted(words: str = "") -> InvalidArgument:

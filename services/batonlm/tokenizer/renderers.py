@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,13 +22,23 @@ from batonlm.tokenizer.child import Child
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-def chat_messages(chat: ChatPrompt, *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """The messages as the values that `transformers` documents for templates: OpenAI's form, but
-    with the arguments of a call as an object. Empty values are left out, except role and content.
+class MessageForm(NamedTuple):
+    """What one template expects otherwise than most."""
 
-    arguments_as_text: the arguments are text, as in OpenAI's form.
-    """
-    return [_message(message, arguments_as_text) for message in chat.messages]
+    arguments_as_text: bool = False
+    """The arguments of a call are text, as in OpenAI's form."""
+    thinking: bool = False
+    """Reasoning is in `thinking`, too."""
+
+
+USUAL = MessageForm()
+
+
+def chat_messages(chat: ChatPrompt, form: MessageForm = USUAL) -> list[dict[str, Any]]:
+    """The messages as the values that `transformers` documents for templates: OpenAI's form, but
+    with the arguments of a call as an object. Empty values are left out, except role and
+    content."""
+    return [_message(message, form) for message in chat.messages]
 
 
 def chat_tools(chat: ChatPrompt) -> list[dict[str, Any]] | None:
@@ -46,10 +56,14 @@ def chat_size(chat: ChatPrompt) -> int:
     ) + sum(len(tool.name) + len(tool.description) + len(tool.parameters) for tool in chat.tools)
 
 
-def _message(message: Message, arguments_as_text: bool) -> dict[str, Any]:
+def _message(message: Message, form: MessageForm) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "reasoning_content": message.reasoning,
-        "tool_calls": [_call(call, arguments_as_text) for call in message.tool_calls],
+        # GPT-OSS's template refuses both with calls, and shows content as reasoning then.
+        "thinking": form.thinking
+        and not (message.content and message.tool_calls)
+        and message.reasoning,
+        "tool_calls": [_call(call, form.arguments_as_text) for call in message.tool_calls],
         "tool_call_id": message.tool_call_id,
         "name": message.name,
     }

@@ -39,6 +39,8 @@ class Family(NamedTuple):
     """Whether the template shows the reasoning of a turn with calls."""
     content: bool = True
     """Whether the template shows content before calls."""
+    most_calls: int = 9
+    """The template shows so many calls of one turn."""
     bare: str = ""
     """Where the template begins every turn of an assistant with reasoning: what stands there
     without any."""
@@ -225,13 +227,14 @@ _MISTRAL_NAMED = _mistral(
 
 _HARMONY = _turns(
     "{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}",
-    "{%- if m.reasoning_content %}"
-    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}{%- endif %}"
-    "{%- if m.tool_calls %}{%- if m.content %}"
-    "{{- '<|start|>assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}{%- endif %}"
-    "{%- for c in m.tool_calls %}{{- '<|start|>assistant to=functions.' + c.function.name }}"
-    "{{- '<|channel|>commentary json<|message|>' + c.function.arguments | tojson + '<|call|>' }}"
-    "{%- endfor %}{%- else %}"
+    "{%- if m.tool_calls %}"
+    "{%- if m.content and m.thinking %}{{- raise_exception('Cannot pass both') }}"
+    "{%- elif m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}"
+    "{%- elif m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
+    "{%- endif %}{%- set c = m.tool_calls[0].function %}{{- '<|start|>assistant to=functions.' + c.name }}"
+    "{{- '<|channel|>commentary json<|message|>' + c.arguments | tojson + '<|call|>' }}"
+    "{%- else %}{%- if m.thinking %}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif %}"
     "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{%- endif %}",
     "{{- '<|start|>assistant' }}",
     "{{- '<|start|>functions.f to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}",
@@ -336,7 +339,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral list": Family(_MISTRAL_LIST, "mistral", "mistral", "</s>"),
     "mistral named": Family(_MISTRAL_NAMED, "mistral", "mistral", "</s>"),
-    "harmony": Family(_HARMONY, "harmony", "harmony", "<|call|>"),
+    "harmony": Family(_HARMONY, "harmony", "harmony", "<|call|>", content=False, most_calls=1),
     "gemma4": Family(_GEMMA_4, "gemma4", "gemma4", "<turn|>\n"),
     "functiongemma": Family(_FUNCTIONGEMMA, "functiongemma", "", "<end_of_turn>\n", reasons=False),
     "granite": Family(_GRANITE, "granite", "granite", "<|end_of_text|>\n"),

@@ -22,13 +22,14 @@ from batonlm.core.request.formats.families import (
 )
 from batonlm.core.request.formats.lark import Lark, schema_of
 from batonlm.core.request.formats.reader import AnswerParts, Reader, Schema
-from batonlm.core.request.model import AnswerFormat
+from batonlm.core.request.model import AnswerFormat, ModelDescription
 from batonlm.core.request.request import (
     ChatPrompt,
     Delta,
     FinishReason,
     Grammar,
     Request,
+    StopParams,
     Tool,
     ToolChoice,
     ToolUse,
@@ -200,6 +201,16 @@ class Answers:
         if grammar is not None and len(grammar.text) > MAX_TOOLS_GRAMMAR:
             raise InvalidArgument("tools are too much to be followed", field="tools")
         return grammar
+
+    def ending(self, stop: StopParams, model: ModelDescription) -> StopParams:
+        """Returns where an answer ends: also at the markers that end the model's turn, where its
+        files do not say so."""
+        if self.tools is None or stop.ignore_eos:
+            return stop
+        ids = [self.tokens[marker] for marker in self.tools.stops if marker in self.tokens]
+        known = {*model.eos_token_ids, *stop.stop_token_ids}
+        more = tuple(each for each in ids if each not in known)
+        return replace(stop, stop_token_ids=(*stop.stop_token_ids, *more)) if more else stop
 
     def deltas(self, n: int, prompt: Sequence[int], seed: int) -> tuple[AnswerDeltas, ...]:
         """Returns one reader of deltas for each choice."""

@@ -205,6 +205,8 @@ class Preparation:
         stages.reached(Stage.TURN)
         prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)
         stop = resolve_stop(request, len(prompt), model)
+        if answers is not None:
+            stop = answers.ending(stop, model)
         check_vocabulary(request, model)
         check_size(request, len(prompt))
         context.controller.settle(context, len(prompt), stop, model.name)

@@ -29,6 +29,7 @@ from batonlm.core.request.formats.schema import (
     kinds_of,
     parameters_of,
     refuse_others,
+    resolved,
     typed,
 )
 from batonlm.core.request.formats.values import (
@@ -246,8 +247,9 @@ class TaggedText:
         yield from text.skip()
         if not (yield from self._goes_on(text)):
             raise Malformed
-        schema = answer.open_call(name)
-        properties = schema.get("properties")
+        root = answer.open_call(name)
+        schema = resolved(root, root)
+        properties, others = schema.get("properties"), schema.get("additionalProperties")
         seen = set[str]()
         answer.arguments("{")
         while (yield from text.follows(self.key[0])):
@@ -262,8 +264,8 @@ class TaggedText:
                 raise Malformed
             answer.arguments(f'{", " if seen else ""}"{escaped(key)}": ')
             seen.add(key)
-            of = properties.get(key, {}) if isinstance(properties, dict) else {}
-            yield from self._value(text, answer, kinds_of(of, schema), end)
+            of = properties.get(key, others) if isinstance(properties, dict) else others
+            yield from self._value(text, answer, kinds_of(of, root), end)
             yield from text.skip()
         for tag in self._ends:
             yield from text.skip()
@@ -287,8 +289,7 @@ class TaggedText:
     ) -> Reading[None]:
         if kinds == {"string"}:
             answer.arguments('"')
-            for_each = _Strings(answer)
-            yield from self._until(text, end, for_each.add)
+            yield from self._until(text, end, lambda part: answer.arguments(escaped(part)))
             answer.arguments('"')
             return
         if "string" not in kinds:
@@ -298,9 +299,9 @@ class TaggedText:
                 text.forget()
                 yield from python_value(text, answer.arguments)
                 yield from text.skip()
-                if not (yield from text.follows(end.strip())):
-                    raise Malformed
-                return
+                if (yield from text.follows(end.strip())) or not (yield from text.peek()):
+                    return
+                raise Malformed
             text.rewind()
         buffered = _Buffered(answer)
         yield from self._until(text, end, buffered.add)
@@ -339,16 +340,6 @@ class TaggedText:
         listed = _listed(lark, parameters, one, "")
         head = lark.text(f"{before}{self.name[0]}{tool.name}{self.name[1]}")
         return f"{head} {listed} {lark.text(self.end)}"
-
-
-class _Strings:
-    """Passes text on as the inside of a JSON string."""
-
-    def __init__(self, answer: AnswerParts) -> None:
-        self._answer = answer
-
-    def add(self, text: str) -> None:
-        self._answer.arguments(escaped(text))
 
 
 class _Buffered:

@@ -31,6 +31,10 @@ class ToolFormat(Protocol):
         """Characters of a call id."""
 
     @property
+    def stops(self) -> tuple[str, ...]:
+        """Markers that end the model's turn."""
+
+    @property
     def ends_reasoning(self) -> tuple[str, ...]:
         """Markers that begin calls also within reasoning, which they end."""
 
@@ -152,6 +156,7 @@ class CallFormat:
     ignored: tuple[str, ...] = ()
     """Markers that are left out of the content."""
     id_length: int = CALL_ID_LENGTH
+    stops: tuple[str, ...] = ()
     ends_reasoning: tuple[str, ...] = ()
 
     @property

@@ -7,7 +7,7 @@ calls with such templates and read them back.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batonlm.core.request.formats.bodies import (
     CallObject,
@@ -31,6 +31,13 @@ MISTRAL_ID_LENGTH = 9
 """Mistral's chat templates refuse ids of any other length."""
 
 _HARMONY = Harmony()
+_QWEN_TEXT = TaggedText(
+    name=("<function=", ">\n"),
+    key=("<parameter=", ">"),
+    value=("\n", "\n</parameter>"),
+    after_value="\n",
+    end="</function>\n</tool_call>",
+)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     # <tool_call>{"name": …, "arguments": {…}}</tool_call>
@@ -80,20 +87,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         (Layout(CallObject(), head="<|tool_call|>", open="[", between=", ", tail="]"),),
         markers=("<|tool_call|>",),
     ),
-    # <tool_call><function=f><parameter=a>…</parameter></function></tool_call>
+    # <tool_call><function=f><parameter=a>…</parameter></function></tool_call>. The models sometimes
+    # leave out <tool_call>.
     "qwen3_coder": CallFormat(
         (
-            Layout(
-                TaggedText(
-                    name=("<function=", ">\n"),
-                    key=("<parameter=", ">"),
-                    value=("\n", "\n</parameter>"),
-                    after_value="\n",
-                    end="</function>\n</tool_call>",
-                ),
-                call="<tool_call>\n",
-                between="\n",
-            ),
+            Layout(_QWEN_TEXT, call="<tool_call>\n", between="\n"),
+            Layout(replace(_QWEN_TEXT, name=("", ">\n")), call="<function="),
         ),
         markers=("<tool_call>", "</tool_call>"),
     ),

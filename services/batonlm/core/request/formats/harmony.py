@@ -35,8 +35,7 @@ _ENDS = (END, CALL, RETURN)
 MAX_HEADER = 512
 """Most characters of a message's header."""
 
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)", re.ASCII)
-_ANY_RECIPIENT = re.compile(r"to=\S")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)", re.ASCII)
 _ANALYSIS = re.compile(re.escape(CHANNEL) + r"\s*analysis\b")
 
 
@@ -46,6 +45,7 @@ class Harmony:
 
     markers: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
     id_length: int = CALL_ID_LENGTH
+    stops: tuple[str, ...] = (CALL, RETURN)
     ends_reasoning: tuple[str, ...] = ()
 
     def read(self, text: AnswerText, answer: AnswerParts) -> Reading[None]:
@@ -86,16 +86,13 @@ class Harmony:
             if way is None:
                 return (yield from text.until((START, *_ENDS), answer.content))
             return (yield from text.until((START, *_ENDS), lambda _: None))
-        if _ANY_RECIPIENT.search(whole):  # a tool of the model's own, which nobody can call here
-            answer.content(whole)
-        elif _ANALYSIS.search(whole):
+        if _ANALYSIS.search(whole):
             answer.begin_reasoning()
             marker = yield from text.until((START, *_ENDS), answer.reasoning)
             if marker:
                 answer.end_reasoning()
             return marker
-        else:
-            answer.begin_content()
+        answer.begin_content()
         return (yield from text.until((START, *_ENDS), answer.content))
 
     def required(self, lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
