@@ -5,6 +5,7 @@ Everything is drawn from a seeded `random.Random`: the same seed gives the same 
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -183,6 +184,42 @@ def _filler(rng: random.Random) -> str:
         f"Nobody in the {place} had ever seen such a {rng.choice(texts.COLOURS)} {word}.",
     ))  # fmt: skip
     return articles(line)
+
+
+def edited(rng: random.Random, lines: int | None = None) -> Dialogue:
+    """A text, and the wish to have it again with one change, or a part of it word for word."""
+    count = rng.randint(2, 10) if lines is None else lines
+    code = rng.random() < 0.5
+    text = [_statement(rng) if code else _filler(rng) for _ in range(count)]
+    between = "\n" if code else " "
+    if rng.random() < 0.3:
+        first = rng.randrange(count)
+        quoted = text[first : first + rng.randint(1, 4)]
+        question = f"Quote from this text what follows after {text[first][:12]!r}:"
+        turn = Turn(f"{question}\n{between.join(text)}", between.join(quoted))
+        return Dialogue([turn])
+    names = sorted({word for line in text for word in re.findall(r"[A-Za-z]{3,}", line)})
+    old, new = rng.choice(names), rng.choice([*texts.WORDS, *texts.COLOURS])
+    changed = [re.sub(rf"\b{old}\b", new, line) for line in text]
+    question = rng.choice(("Replace {} by {}:", "Write {} as {} in this:", "Rename {} to {}:"))
+    return Dialogue(
+        [Turn(f"{question.format(old, new)}\n{between.join(text)}", between.join(changed))]
+    )
+
+
+def _statement(rng: random.Random) -> str:
+    """A line of a program."""
+    names = [*texts.WORDS, *texts.COLOURS]
+    one, two, three = (rng.choice(names) for _ in range(3))
+    return rng.choice((
+        f"{one} = {two}({three}, {rng.randint(0, 99)})",
+        f"    {one} = {two} + {three}",
+        f"for {one} in {two}:",
+        f"    if {one} == {rng.randint(0, 99)}:",
+        f"        return {two}({three})",
+        f"def {one}({two}, {three}):",
+        f"    {one}.{two}({three})",
+    ))  # fmt: skip
 
 
 MULTI: dict[str, tuple[Callable[[random.Random], Dialogue], float]] = {

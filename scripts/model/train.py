@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model.corpus import completion, dialogue, evaluation_set, long_dialogue
+from model.corpus import completion, dialogue, edited, evaluation_set, long_dialogue
 from model.evaluate import judge, load, tally
 from model.tokens import (
     BEGIN,
@@ -63,6 +63,8 @@ class Stage:
     tools: float = 0.0
     #: Share of the others that ask for what is forgotten first.
     refreshed: float = 0.0
+    #: Share of conversations whose answer repeats most of what was asked.
+    edits: float = 0.0
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The learning rate of every step."""
@@ -228,6 +230,8 @@ def train(stage: Stage, seed: int, before: Path | None, out: Path, state: Path) 
     def short_piece() -> Piece:
         if stage.tools and rng.random() < stage.tools:
             return encoder.tool_chat(tool_chat(rng))
+        if stage.edits and rng.random() < stage.edits:
+            return encoder.dialogue(edited(rng))
         if rng.random() < 0.04:
             return encoder.text(completion(rng))
         return encoder.dialogue(dialogue(rng, stage.refreshed))
