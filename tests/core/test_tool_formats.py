@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from batonlm.core.request.formats.bodies import MAX_TEXT_VALUE
 from batonlm.core.request.formats.families import REASONING_FORMATS, TOOL_FORMATS
 from batonlm.core.request.formats.reader import MAX_KEPT, AnswerParts, Reader, Schema
+from batonlm.core.request.request import ToolCallDelta
 from tests.core.answer_reading import TOOLS, cut, read
 
 SF = '{"city": "S\\"F", "n": [1, {"a": null}]}'
@@ -200,7 +201,7 @@ def test_a_value_whose_type_is_unknown_is_a_string_when_it_is_long() -> None:
     text = "[" + "1, " * MAX_TEXT_VALUE
     answer = AnswerParts((TOOL_FORMATS["qwen3_coder"].read,), TYPED, str)
     pieces = QWEN.format(argument("u", text))
-    calls = []
+    calls: list[ToolCallDelta] = []
     for start in range(0, len(pieces), 1000):
         calls += answer.feed(pieces[start : start + 1000]).tool_calls
         assert answer.num_kept < MAX_KEPT
