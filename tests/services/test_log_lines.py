@@ -58,6 +58,7 @@ OF_NO_REQUEST = {
     "worker/self_test.py": "the worker",
     "worker/staging.py": "the worker",
     "worker/process.py": "the worker",
+    "worker/tiers/prefix_tiers.py": "a tier",
 }
 """Modules that have lines without a request, and what those are about."""
 

@@ -68,7 +68,7 @@ async def test_a_new_worker_gets_its_part(world: World) -> None:
 
 
 async def test_nothing_moves_unless_it_is_asked_for(world: World) -> None:
-    await world.start()
+    await world.start(replace(MOVING, rebalance_moves=0))
     under_way = await streams(world, 6)
     added = await another(world)
     await all_right(world, under_way)
@@ -150,6 +150,15 @@ async def test_a_request_that_fits_nowhere_gets_the_room_of_one_that_moves(world
     prompts = [(9 + number,) * 480 for number in range(4)]
     under_way = [await begin(world, replace(LONG, prompt=TokenPrompt(ids))) for ids in prompts]
     assert [len(decode.holds()) for decode in world.decodes] == [2, 2]
+
+    fleet = world.fleet
+    assert fleet is not None
+
+    def known() -> bool:
+        loads = [worker.load for worker in fleet.decodes.workers()]
+        return [load.free_blocks for load in loads if load is not None] == [60, 60]
+
+    await until(known)
     long = (9,) * 1200
     urgent = replace(REQUEST, prompt=TokenPrompt(long), max_tokens=20, priority=-1)
     expected, _ = language.answer(long, 3, 0, 20, ignore_eos=True)

@@ -37,6 +37,7 @@ from batonlm.engine.config import MIB
 from batonlm.engine.thread import EngineThread
 from batonlm.registry.sources import in_object_store
 from batonlm.rpc import metrics
+from batonlm.rpc.logs import named
 from batonlm.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, Sealer, layout_fingerprint
 from batonlm.transfer.staging import HostMemory
 from batonlm.worker.options import WorkerOptions
@@ -428,10 +429,12 @@ class PrefixTiers:
                     async for end in self._unpacked(names, places, taken[0], wait_s):
                         arrived = end
         except TimeoutError:
-            log.warning("a prefix did not come from its tiers in %g s", RESTORE_S)
+            about = named(attempt.request_id)
+            log.warning("a prefix did not come from its tiers in %g s", RESTORE_S, extra=about)
         except BatonError:
             # The engine stops, or too much is queued for it.
-            log.debug("a prefix could not be restored", exc_info=True)
+            about = named(attempt.request_id)
+            log.debug("a prefix could not be restored", exc_info=True, extra=about)
         finally:
 
             def release(loop: EngineLoop) -> None:

@@ -42,6 +42,7 @@ from batonlm.router.api.http.responses import Json, encode, send_parts
 from batonlm.router.api.translation import in_client_words
 from batonlm.router.request.pipeline import EventStream, left
 from batonlm.router.request.response_store import ResponseStore, StoredResponse
+from batonlm.rpc.logs import named
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class ResponsesRoute(GeneratingRoute):
             try:
                 await self.store.put(call.requests[0].tenant.name, answer.id, stored)
             except BatonError:
-                log.exception("a response could not be stored")
+                log.exception("a response could not be stored", extra=named(answer.id))
 
     async def respond(
         self,
@@ -204,7 +205,7 @@ class ResponsesRoute(GeneratingRoute):
                 raise
             await self.store.end(tenant, answer.id, encode(whole))
         except BatonError:
-            log.exception("the end of a response could not be stored")
+            log.exception("the end of a response could not be stored", extra=named(answer.id))
         finally:
             self.runs.pop((tenant, answer.id), None)
             await run.stream.aclose()
@@ -221,7 +222,7 @@ class ResponsesRoute(GeneratingRoute):
         except BatonError as error:
             return answer.failed(in_client_words(error, call.names))
         except Exception:
-            log.exception("a response in the background failed")
+            log.exception("a response in the background failed", extra=named(answer.id))
             return answer.failed(Internal("internal error"))
         finally:
             watching.cancel()
