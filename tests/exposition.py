@@ -26,6 +26,7 @@ _OUTCOMES = {
     "hit", "miss", "ok", "moved", "refused",
     "met", "missed",  # of objectives
     "dropped", "equal", "different",  # of shadow requests
+    "kept", "adopted", "expired", "none",  # of sequences without a router
 }  # fmt: skip
 _HANDOVER_STAGES = {
     "open_wait", "grant_wait", "buffer_wait", "pack", "seal", "confirm_wait",
@@ -73,12 +74,16 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     "path": {"self", "peer"},
     "place": {"host", "disk"},
     "prefill": {"local", "remote"},
-    "reason": {limit.value for limit in Limit} | {reason.name.lower() for reason in Reason},
+    "reason": {
+        *(limit.value for limit in Limit),
+        *(reason.name.lower() for reason in Reason),
+        *("gone", "differs"),  # of adoptions
+    },
     "ring": {"sender", "receiver"},
     "role": {*ROLES, "encode"},
     "side": {"sender", "receiver"},
     # Of a sequence's KV; and the role of a worker whose prefix cache it came from.
-    "source": {"local", "handover", "moved", "cache", "prefill", "decode"},
+    "source": {"local", "handover", "moved", "adopted", "cache", "prefill", "decode"},
     "stage": {*StageTimes().spent(), *_HANDOVER_STAGES, *_WORKER_STAGES},
     "state": {
         *("free", "used", "orphaned", "waiting", "running", *STATES),

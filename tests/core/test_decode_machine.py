@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
-from batonlm.core.scheduler.events import AttemptFailed, Event, Held
+from batonlm.core.scheduler.events import Adopted, AttemptFailed, Event, Held
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import StepPlan
 from batonlm.core.scheduler.policy import SchedulerPolicy
@@ -86,6 +86,7 @@ class DecodeMachine(StepMachine):
         self.stopping: set[SequenceKey] = set()
         self.held: dict[SequenceKey, Held] = {}
         self.moving: dict[SequenceKey, tuple[Attempt, int]] = {}
+        self.orphans: set[SequenceKey] = set()
 
     def budget(self) -> int:
         return 64
@@ -98,7 +99,9 @@ class DecodeMachine(StepMachine):
         assert not plan.work.rows or plan.work.prefill <= self.prefill_budget
 
     def take(self, events: list[Event]) -> None:
-        assert not any(isinstance(event, AttemptFailed) for event in events)
+        for event in events:
+            if isinstance(event, AttemptFailed):
+                self.dropped(event)
         self.outputs.take(events)
         for key, tokens in self.outputs.tokens.items():
             one = self.drawn[AttemptKey(key.request_id, key.attempt)]
@@ -112,6 +115,14 @@ class DecodeMachine(StepMachine):
             for tokens in self.expected(one).values():
                 self.drafter.foretell(one.token_ids, tokens)
         return super().name(one)
+
+    def dropped(self, event: AttemptFailed) -> None:
+        """Nothing fails but what has no router."""
+        gone = {SequenceKey(event.key.request_id, c, event.key.attempt) for c in event.choices}
+        assert gone and gone <= self.orphans
+        self.orphans -= gone
+        self.wanted -= gone
+        self.outputs.ended |= gone
 
     def expected(self, one: Attempt) -> dict[int, list[int]]:
         return expected(one, EOS_EVERY, self.state_positions)
@@ -232,6 +243,51 @@ class DecodeMachine(StepMachine):
         self.goes_on(next_one, key)
         self.loop.scheduler.resume(key, next_one)
         self.take(self.loop.scheduler.take_events())
+
+    def begun(self) -> list[SequenceKey]:
+        """What another router could go on with."""
+        tokens, stopped = self.outputs.tokens, self.stopping | self.held.keys()
+        return sorted(key for key in self.wanted - stopped if tokens.get(key))
+
+    @precondition(lambda self: self.begun())
+    @rule(data=st.data())
+    def orphan(self, data: st.DataObject) -> None:
+        """Its router is gone."""
+        key = data.draw(st.sampled_from(self.begun()))
+        self.orphans.add(key)
+        self.loop.scheduler.orphan([key])
+        self.take(self.loop.scheduler.take_events())
+
+    @precondition(lambda self: self.begun())
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        """Another router's request goes on with a sequence."""
+        key = data.draw(st.sampled_from(self.begun()))
+        attempt_key, scheduler = AttemptKey(key.request_id, key.attempt), self.loop.scheduler
+        if scheduler.sequences.find(key) is None:
+            # It has ended.
+            return
+        one = self.drawn[attempt_key]
+        self.number += 1
+        new = replace(
+            one,
+            request_id=f"r{self.number}",
+            choices=(key.choice,),
+            token_ids=one.token_ids[: one.num_prompt_tokens],
+        )
+        self.drawn[new.key], self.limits[new.key] = one, self.limits[attempt_key]
+        (replacement,) = new.keys()
+        scheduler.adopt(key, new)
+        events = scheduler.take_events()
+        (adopted,) = (event for event in events if isinstance(event, Adopted))
+        assert adopted.tokens.key == replacement and adopted.tokens.position == 0
+        assert list(adopted.tokens.token_ids) == self.outputs.tokens[key]
+        self.outputs.tokens[replacement] = list(self.outputs.tokens[key])
+        self.outputs.ended.add(key)
+        self.confirmed[replacement] = self.confirmed.get(key, 0)
+        self.orphans.discard(key)
+        self.wanted = (self.wanted - {key}) | {replacement}
+        self.take(events)
 
     @precondition(lambda self: self.moving)
     @rule(data=st.data())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batonlm.core.errors import InvalidArgument, Unavailable
+from batonlm.core.errors import HandoverFailed, InvalidArgument, Unavailable
 from batonlm.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
 from batonlm.core.request.request import SamplingParams, StopParams
 from batonlm.core.request.request_state import AttemptRun, RequestState
@@ -108,3 +108,38 @@ def test_giving_away_what_has_ended_or_is_incomplete() -> None:
     assert run.state is AttemptState.FAILED
     (again,) = request_state.next_attempts()
     assert not again.moved
+
+
+def begins(n: int = 2) -> RequestState:
+    """Choices of a stream that another router has begun."""
+    choices, stop = tuple(range(n)), StopParams(max_tokens=100)
+    first = Attempt("r", 0, choices, PROMPT, len(PROMPT), SamplingParams(seed=5), stop)
+    return RequestState(first, max_fruitless_attempts=1)
+
+
+def test_a_choice_is_adopted_with_all_its_tokens() -> None:
+    request_state = begins()
+    request_state.adopt([1])
+    adopted, other = request_state.next_attempts()
+    assert adopted.adopts and adopted.moved and not other.adopts and not other.moved
+    assert (adopted.attempt.choices, other.attempt.choices) == ((1,), (0,))
+    assert adopted.attempt.token_ids == PROMPT
+    request_state.placed(0, {Phase.DECODE})
+    assert adopted.state is AttemptState.MOVING
+    request_state.kv_complete(0)
+    request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", 1, 0), 0, (10, 11, 12)))
+    assert adopted.state is AttemptState.DECODING
+    assert request_state.logs[1].token_ids() == (10, 11, 12)
+    assert not request_state.next_attempts()
+
+
+def test_one_that_cannot_be_adopted_runs_as_if_there_had_been_none() -> None:
+    request_state = begins(1)
+    request_state.adopt([0])
+    (adopted,) = request_state.next_attempts()
+    request_state.placed(0, {Phase.DECODE})
+    request_state.phase_failed(0, Phase.DECODE, HandoverFailed("it is not here any more"))
+    assert adopted.state is AttemptState.FAILED and request_state.failure is None
+    (run,) = request_state.next_attempts()
+    assert not run.moved and not run.adopts and not run.retry
+    assert run.attempt.token_ids == PROMPT

@@ -8,7 +8,14 @@ import pytest
 
 from batonlm.core.observe.request_record import AttemptRecord, outline, why
 from batonlm.core.routing.load import WorkerSnapshot, WorkerSpeed, WorkerState
-from batonlm.core.routing.routing import RETURNS, Decision, PoolSnapshot, RoutingPolicy, decide
+from batonlm.core.routing.routing import (
+    ADOPTS,
+    RETURNS,
+    Decision,
+    PoolSnapshot,
+    RoutingPolicy,
+    decide,
+)
 from tests.core.test_routing import DEMAND, LAYOUT, worker
 
 BY_SPEED = RoutingPolicy()
@@ -109,6 +116,8 @@ def test_one_token_and_moves() -> None:
     assert "came from another decode worker" in why(moved, BY_LENGTH, split=True, moved=True)
     back = Decision(None, worker("d").identity, RETURNS, ())
     assert "went on where it was" in why(back, BY_LENGTH, split=True, moved=True)
+    adopted = Decision(None, worker("d").identity, ADOPTS, ())
+    assert "Another router had begun it" in why(adopted, BY_LENGTH, split=True, moved=True)
 
 
 @pytest.mark.parametrize(

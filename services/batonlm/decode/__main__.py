@@ -38,9 +38,11 @@ def serve(
             parts.sender,
             parts.receiver,
             parts.grammars,
+            orphan_s=config.orphan_s,
             tracer=parts.tracer,
             tiers=parts.tiers,
         )
+        metrics.gauge(metrics.ORPHANS, lambda: {(): made.num_orphans})
         metrics.gauge(metrics.STREAMS, lambda: {("decode",): len(made.sessions)})
         servicer = DecodeServicer(made, parts.engine, parts.identity)
         return made, Service(

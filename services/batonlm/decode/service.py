@@ -15,6 +15,7 @@ from batonlm.core.errors import (
     HandoverFailed,
     Internal,
     InvalidArgument,
+    NotFound,
     Overloaded,
     Unavailable,
 )
@@ -24,10 +25,10 @@ from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
-from batonlm.core.scheduler.events import AttemptFailed, Event, Held, KvComplete, NewTokens
+from batonlm.core.scheduler.events import Adopted, AttemptFailed, Event, Held, KvComplete, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import CompiledGrammar, KvPayload, ModelRunner
-from batonlm.decode.sessions import RouterSession
+from batonlm.decode.sessions import RouterSession, SequenceLog
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import metrics, tracing
@@ -52,11 +53,20 @@ log = logging.getLogger(__name__)
 
 DECODED = metrics.counter(metrics.DECODE_TOKENS)
 KV_SOURCE = metrics.counter(metrics.KV_SOURCE)
+ORPHANS_TOTAL = metrics.counter(metrics.ORPHANS_TOTAL)
+ADOPTIONS_REFUSED = metrics.counter(metrics.ADOPTIONS_REFUSED)
 
 MAX_SESSIONS = 256
 RESUME_WINDOW_S = 2.0
 """How long a router's sequences are kept after its stream broke: as long as silence lasts until a
 router counts a worker as dead, so that later nobody would resume them."""
+
+ORPHAN_S = 20.0
+"""How long a router's sequences are kept after its stream broke for another router, which runs the
+same request: clients that lost their router come back within seconds, or not at all."""
+
+MAX_ORPHANS = 256
+"""Most sequences that are kept for other routers after the resume window."""
 
 STUCK_S = 30.0
 """The session of a router that reads nothing for so long is dropped."""
@@ -101,6 +111,8 @@ class DecodeAttempt:
     """The arguments of `_free` that wait for these copies."""
     resumes: OutgoingSequence | None = None
     """The sequence with which it goes on, whose KV is here."""
+    adopts: SequenceLog | None = None
+    """The sequence with which it goes on, whose router is gone."""
     prefix_sender: WorkerIdentity | None = None
     """The worker whose cache has the beginning of its input, if the KV is computed here."""
     prefix_collected: PrefixCollected | None = None
@@ -169,6 +181,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
     the other worker has collected it, the sequence is freed, as soon as no copy of its KV runs.
     When it has not, because it refused, died or took too long, the router may let the sequence run
     on here as a new attempt, so that nothing is computed again.
+
+    As long as a router's stream is broken, another router may adopt its sequences: an attempt of a
+    request that repeats theirs gets all their tokens, and they belong to its session from then on.
+    After the resume window the router that is gone has no right to them any more. What can be
+    adopted then waits as an orphan, for a while, with a few more tokens at most.
     """
 
     role = "decode"
@@ -182,10 +199,12 @@ class DecodeService(AttemptService[DecodeAttempt]):
         *,
         handover_timeout_s: float = HANDOVER_TIMEOUT_S,
         resume_window_s: float = RESUME_WINDOW_S,
+        orphan_s: float = ORPHAN_S,
         tracer: Tracer = OFF,
         tiers: PrefixTiers | None = None,
     ) -> None:
-        """resume_window_s: how long a router's sequences are kept after its stream broke."""
+        """resume_window_s: how long a router's sequences are kept for it after its stream broke.
+        orphan_s: how long, from then on, for other routers; 0: not at all."""
         super().__init__(
             engine,
             sender,
@@ -197,7 +216,12 @@ class DecodeService(AttemptService[DecodeAttempt]):
         )
         self.sessions: dict[str, RouterSession] = {}
         """By router instance id; kept for resume_window_s after the stream broke."""
+        self._orphaned: list[RouterSession] = []
+        """Sessions of routers that are gone, with sequences that may be adopted."""
+        self._adopting: dict[SequenceKey, SequenceLog] = {}
+        """Sequences that have a new router, until the scheduler knows."""
         self._resume_window_s = resume_window_s
+        self._orphan_s = orphan_s
         self._holding: dict[SequenceKey, asyncio.Future[Held]] = {}
         self._outgoing: dict[bytes, OutgoingSequence] = {}
         """By hand-over id."""
@@ -208,6 +232,17 @@ class DecodeService(AttemptService[DecodeAttempt]):
     @property
     def state(self) -> WorkerState:
         return WorkerState.DRAINING if self._draining else WorkerState.SERVING
+
+    @property
+    def orphans(self) -> tuple[bytes, ...]:
+        if not self._orphan_s:
+            return ()
+        return tuple(dict.fromkeys(log.adoption_id for _, log in self._adoptable()))
+
+    @property
+    def num_orphans(self) -> int:
+        """Sequences that are kept after the resume window, with ended ones."""
+        return sum(len(session.keys) for session in self._orphaned)
 
     def session(self, router_instance_id: str) -> RouterSession:
         """The router's session: the existing one, or a new one.
@@ -229,10 +264,15 @@ class DecodeService(AttemptService[DecodeAttempt]):
         max_unconfirmed: int,
         held_handover_id: bytes = b"",
         prefix_sender: WorkerIdentity | None = None,
+        adoption_ids: Sequence[bytes] = (),
+        *,
+        adopts: bool = False,
     ) -> None:
         """Begins an attempt. source: None to prefill the input here, behind what comes from
         prefix_sender's cache. held_handover_id: to go on with the sequence that is on offer under
-        it, also while draining. Repeating it has no effect.
+        it, also while draining. adoption_ids: of each choice, by which other routers may go on with
+        it; none: none may. adopts: to go on with the sequence that has this id, also while
+        draining. Repeating it has no effect.
 
         Errors are reported in the session's frames, never raised.
         """
@@ -240,7 +280,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if known is not None and known.session is session:
             return
         resumes = self._outgoing.get(held_handover_id)
-        if held_handover_id:
+        adopted = self._find_orphan(adoption_ids[0]) if adopts else None
+        if adopts:
+            refusal = self._refusal_to_adopt(adopted, attempt)
+        elif held_handover_id:
             refusal = self._refusal_to_resume(resumes, attempt, session)
         else:
             refusal = self._refusal(attempt.key)
@@ -248,7 +291,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
             session.failed(attempt.key, attempt.choices, refusal)
             return
         span = self._tracer.go_on(tracing.DECODE_RUN, parent=TraceContext(attempt.traceparent))
-        computes = source is None and resumes is None
+        computes = source is None and resumes is None and not adopts
         part = span.child(tracing.DECODE_PREFILL if computes else tracing.COLLECT)
         choices, began = set(attempt.choices), time.monotonic()
         running = self.attempts[attempt.key] = DecodeAttempt(
@@ -257,8 +300,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
         running.prefix_sender = prefix_sender if computes else None
         if resumes is not None:
             resumes.claim(running)
+        if adopted is not None:
+            running.adopts = self._take_orphan(*adopted)
         self._meter.began(session.router_instance_id, attempt)
-        session.open(attempt.keys(), attempt.position)
+        session.open(attempt, adoption_ids)
         running.starting = self._spawn(self._start(running))
 
     def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
@@ -330,6 +375,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
                     DECODED.inc(sum(len(t.token_ids) for t in tokens))
                     for choice_tokens in tokens:
                         self._take(choice_tokens)
+                case Adopted(tokens):
+                    key = AttemptKey(tokens.key.request_id, tokens.key.attempt)
+                    if (running := self.attempts.get(key)) is not None:
+                        running.session.tokens(tokens)
                 case KvComplete(key):
                     if (running := self.attempts.get(key)) is not None:
                         self._kv_complete(running, event)
@@ -344,7 +393,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     async def close(self) -> None:
         self._draining = True
-        for session in list(self.sessions.values()):
+        for session in [*self.sessions.values(), *self._orphaned]:
             self._drop(session, Unavailable("this decode worker is leaving"))
         self._sweeping.cancel()
         await asyncio.wait({self._sweeping, *self._tasks})
@@ -358,7 +407,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
             await self._tiers.close()
 
     def _in_use(self) -> Iterable[tuple[str, Attempt]]:
-        running = self.attempts.values()
+        # Whoever comes for an orphan counts as its request.
+        running = [one for one in self.attempts.values() if not one.session.orphaned]
         return ((one.session.router_instance_id, one.attempt) for one in running)
 
     def _is_empty(self) -> bool:
@@ -373,6 +423,94 @@ class DecodeService(AttemptService[DecodeAttempt]):
             return InvalidArgument("this attempt already runs here", field="attempt")
         return None
 
+    def _adoptable(self) -> Iterable[tuple[RouterSession, SequenceLog]]:
+        """Yields the sequences whose routers are gone now, maybe for good."""
+        broken = (one for one in self.sessions.values() if one.broken_at is not None)
+        for session in (*self._orphaned, *broken):
+            for log in session.adoptable():
+                yield session, log
+
+    def _find_orphan(self, adoption_id: bytes) -> tuple[RouterSession, SequenceLog] | None:
+        """Returns the sequence with this id; of several, whose runs began one after the other, the
+        one that has come farthest."""
+        found = [pair for pair in self._adoptable() if pair[1].adoption_id == adoption_id]
+        return max(found, key=lambda pair: pair[1].end, default=None)
+
+    def _refusal_to_adopt(
+        self, orphan: tuple[RouterSession, SequenceLog] | None, attempt: Attempt
+    ) -> BatonError | None:
+        if attempt.key in self.attempts:
+            return InvalidArgument("this attempt already runs here", field="attempt")
+        if orphan is None:
+            ADOPTIONS_REFUSED.labels("gone").inc()
+            return HandoverFailed("this worker does not have that sequence (any more)")
+        _, log = orphan
+        if attempt.choices != (log.key.choice,) or not attempt.repeats(log.attempt):
+            ADOPTIONS_REFUSED.labels("differs").inc()
+            return HandoverFailed("that sequence is of another request")
+        return None
+
+    def _take_orphan(self, session: RouterSession, log: SequenceLog) -> SequenceLog:
+        """Takes a sequence from the router that is gone. Until the scheduler has renamed it, the
+        adopting attempt owns it under its old key, too (`_end`)."""
+        ORPHANS_TOTAL.labels("adopted").inc()
+        session.forget(log.key)
+        self._adopting[log.key] = log
+        former = self.attempts.get(log.attempt.key)
+        if former is not None:
+            self._remove(former, {log.key.choice})
+            if not former.choices:
+                self._forget(former)
+        return log
+
+    async def _adopt(self, running: DecodeAttempt, log: SequenceLog) -> None:
+        """Has a sequence run on as this attempt. Raises HandoverFailed."""
+        (key,) = running.attempt.keys()
+        try:
+            if log.finish_reason is None:
+                adopt = running.attempt
+                await self._engine.call(lambda loop: loop.scheduler.adopt(log.key, adopt))
+                return
+        except NotFound:
+            # Its last tokens came while the scheduler was asked; or else it is held.
+            if log.finish_reason is None:
+                ADOPTIONS_REFUSED.labels("gone").inc()
+                raise HandoverFailed("that sequence is not here any more") from None
+        finally:
+            self._adopting.pop(log.key, None)
+        complete = KvComplete(running.attempt.key, running.attempt.num_prompt_tokens, 0.0)
+        self._kv_complete(running, complete)
+        running.session.tokens(log.whole(key))
+        self._ended(running, key.choice)
+
+    def _leave_orphans(self, session: RouterSession) -> None:
+        """A router has not come back in time: keeps what others may adopt, and drops the rest."""
+        del self.sessions[session.router_instance_id]
+        session.cut()
+        found = session.adoptable() if self._orphan_s and not self._draining else []
+        kept = [log.key for log in found[: MAX_ORPHANS - self.num_orphans]]
+        for running in [r for r in self.attempts.values() if r.session is session]:
+            dropped = {key.choice for key in running.attempt.keys() if key not in kept}  # noqa: SIM118
+            if dropped := dropped & running.choices:
+                self.cancel(session, running.attempt.key, dropped)
+        for key in [key for key in session.keys if key not in kept]:
+            session.forget(key)
+        if kept:
+            session.orphaned = True
+            self._orphaned.append(session)
+            ORPHANS_TOTAL.labels("kept").inc(len(kept))
+            self._post(lambda loop: loop.scheduler.orphan(kept))
+
+    def _drop_orphans(self, now: float) -> None:
+        """Drops what nobody has adopted in time; when this worker drains, at once."""
+        for session in [*self._orphaned]:
+            assert session.broken_at is not None
+            if self._draining or session.broken_at < now - self._resume_window_s - self._orphan_s:
+                ORPHANS_TOTAL.labels("expired").inc(len(session.keys))
+                self._drop(session, Cancelled("no router came for it"))
+            elif not session.keys:
+                self._orphaned.remove(session)
+
     async def _start(self, running: DecodeAttempt) -> None:
         """Hands an attempt's input to the scheduler, with KV that is here, collected or to be
         computed.
@@ -386,16 +524,20 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 if not await running.resumes.resumed():
                     raise HandoverFailed("the KV of this attempt is not here any more")
                 grammar = None
+            elif running.adopts is not None:
+                await self._adopt(running, running.adopts)
+                grammar = None
             else:
                 grammar = await self._grammars.compiled(running.attempt.grammar)
-            if self._tiers is not None and running.resumes is None and running.source is None:
+            computes = (running.resumes or running.source or running.adopts) is None
+            if self._tiers is not None and computes:
                 await self._tiers.restore(running.attempt)
             if running.prefix_sender is not None:
                 about = named(key.request_id, running.trace_id)
                 running.prefix_collected = await self._prefixes.collect(
                     running.attempt, running.prefix_sender, about
                 )
-            if running.resumes is None and running.source is None:
+            if computes:
                 attempt, limit = running.remaining(), running.max_unconfirmed
                 await self._engine.call(
                     lambda loop: loop.scheduler.add(
@@ -610,28 +752,36 @@ class DecodeService(AttemptService[DecodeAttempt]):
             for session in list(self.sessions.values()):
                 session.forget_ended(window)
                 if session.broken_at is not None and session.broken_at < window:
-                    self._drop(session, Cancelled("the router left"))
+                    self._leave_orphans(session)
                 elif session.busy_since is not None and session.busy_since < now - STUCK_S:
                     log.warning("a router reads nothing: its session is dropped")
                     self._drop(session, Cancelled("the router reads nothing"))
+            self._drop_orphans(now)
             self._note_drained()
 
     def _take(self, tokens: ChoiceTokens) -> None:
         running = self.attempts.get(AttemptKey(tokens.key.request_id, tokens.key.attempt))
         if running is None or tokens.key.choice not in running.choices:
+            if (log := self._adopting.get(tokens.key)) is not None:
+                log.append(tokens)
             return
         session = running.session
         session.tokens(tokens)
         self._meter.made(session.router_instance_id, running.attempt, len(tokens.token_ids))
         if tokens.finish_reason is not None:
-            self._remove(running, {tokens.key.choice})
-            if not running.choices:
-                self._forget(running)
+            self._ended(running, tokens.key.choice)
+
+    def _ended(self, running: DecodeAttempt, choice: int) -> None:
+        self._remove(running, {choice})
+        if not running.choices:
+            self._forget(running)
 
     def _kv_complete(self, running: DecodeAttempt, event: KvComplete) -> None:
         cached, received = event.cached_tokens, running.received_bytes
         wait_s = time.monotonic() - running.began
-        if running.resumes is not None:
+        if running.adopts is not None:
+            source, stage = "adopted", "kv_wait"
+        elif running.resumes is not None:
             source, stage = "cache", "kv_wait"
         elif running.source is None:
             source, stage = "local", "local_prefill"
@@ -669,6 +819,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if not ended:
             return
         self._remove(running, ended)
+        if running.session.orphaned:
+            ORPHANS_TOTAL.labels("dropped").inc(len(ended))
         running.session.failed(key, sorted(ended), error)
         if not running.choices:
             self._end(running, error)
@@ -685,6 +837,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
         def free(_: object = None) -> None:
             self._free(running)
+            if (log := running.adopts) is not None:
+                self._adopting.pop(log.key, None)
+                former, choice = log.attempt.key, log.key.choice
+                self._post(lambda loop: loop.scheduler.cancel(former, (choice,)))
 
         if task is None or task is asyncio.current_task():
             free()
@@ -710,7 +866,11 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     def _drop(self, session: RouterSession, error: BatonError) -> None:
         """Ends a router's attempts with an error, and removes its session."""
-        self.sessions.pop(session.router_instance_id, None)
+        if session.orphaned:
+            session.orphaned = False
+            self._orphaned.remove(session)
+        else:
+            del self.sessions[session.router_instance_id]
         for running in [r for r in self.attempts.values() if r.session is session]:
             self._failed(running.attempt.key, (), error)
         session.cut()

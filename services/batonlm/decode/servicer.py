@@ -13,6 +13,7 @@ from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.observe.stages import TraceContext
 from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
+from batonlm.core.request.resumption import ADOPTION_ID_BYTES
 from batonlm.decode.service import DecodeService
 from batonlm.decode.sessions import RouterSession, SessionStream
 from batonlm.engine.thread import EngineThread
@@ -130,6 +131,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             prefix_sender = None
             if start.HasField("prefix_sender"):
                 prefix_sender = identity_from_proto(start.prefix_sender)
+            adoption_ids = _adoption_ids(start, attempt)
         except BatonError as error:
             key = AttemptKey(start.attempt.request_id, start.attempt.attempt)
             session.failed(key, start.attempt.choices, error)
@@ -141,6 +143,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 start.max_unconfirmed,
                 start.held_handover_id,
                 prefix_sender,
+                adoption_ids,
+                adopts=start.adopts,
             )
 
     def _hand_over(self, session: RouterSession, wish: pb.HandOverSequence) -> None:
@@ -167,6 +171,15 @@ def _source(start: pb.StartSequence, attempt: Attempt) -> TransferRequest | None
         num_positions=len(attempt.token_ids),
         about=named(attempt.request_id, TraceContext(attempt.traceparent).trace_id),
     )
+
+
+def _adoption_ids(start: pb.StartSequence, attempt: Attempt) -> tuple[bytes, ...]:
+    ids = tuple(start.adoption_ids)
+    if any(len(each) != ADOPTION_ID_BYTES for each in ids):
+        raise InvalidArgument(f"must be {ADOPTION_ID_BYTES} bytes each", field="adoption_ids")
+    if len(ids) != len(attempt.choices) if ids else start.adopts:
+        raise InvalidArgument("must be one of each choice", field="adoption_ids")
+    return ids
 
 
 def _positions(entries: Iterable[pb.SequencePosition]) -> dict[SequenceKey, int]:

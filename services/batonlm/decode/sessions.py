@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batonlm.core.errors import BatonError
-from batonlm.core.request.attempt import AttemptKey, ChoiceTokens, Logprobs, SequenceKey
+from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, Logprobs, SequenceKey
 from batonlm.core.request.request import FinishReason
 from batonlm.rpc.convert import choice_tokens_to_proto, error_to_proto
 from batonlm.v1 import decode_pb2 as pb
@@ -24,8 +24,11 @@ class SequenceLog:
     """All tokens of one sequence that this worker generated."""
 
     key: SequenceKey
-    position: int
-    """The output position of the first token."""
+    attempt: Attempt
+    """The sequence's, from whose position on the tokens are."""
+    adoption_id: bytes = b""
+    """Names the sequence to a router that is to go on with it when its own is gone; empty: none
+    is."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -39,6 +42,36 @@ class SequenceLog:
     migrated_out: pb.SequenceHandedOver | None = None
     """Set when the sequence generated its last token here and migrates to another worker; the log
     is then kept as long as the hand-over."""
+
+    @property
+    def position(self) -> int:
+        """The output position of the first token."""
+        return self.attempt.position
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether another router may go on with the sequence: it has begun, stays here, and all of
+        it is known here."""
+        whole = not self.position or self.attempt.sampling.top_logprobs is None
+        began = bool(self.token_ids) and self.migrated_out is None
+        return bool(self.adoption_id) and began and whole
+
+    @property
+    def end(self) -> int:
+        """The output position of the next token."""
+        return self.position + len(self.token_ids)
+
+    def whole(self, key: SequenceKey) -> ChoiceTokens:
+        """Returns all tokens of the choice, of a sequence that is adoptable, as this one."""
+        before = self.attempt.token_ids[self.attempt.num_prompt_tokens :]
+        return ChoiceTokens(
+            key,
+            0,
+            (*before, *self.token_ids),
+            tuple(self.logprobs),
+            self.finish_reason,
+            self.stop_token_id,
+        )
 
     def append(self, tokens: ChoiceTokens) -> None:
         self.token_ids.extend(tokens.token_ids)
@@ -89,6 +122,8 @@ class RouterSession:
         self.busy_since: float | None = None
         """When the newest stream took the frame that it is still writing, by the monotonic clock;
         None while it waits for a frame."""
+        self.orphaned = False
+        """Whether the router is gone for good, and its sequences wait for another one."""
         self._logs: dict[SequenceKey, SequenceLog] = {}
         self._dirty: dict[SequenceKey, None] = {}
         self._failures: list[pb.SequenceFailure] = []
@@ -125,9 +160,15 @@ class RouterSession:
         """Wakes a stream that waits in `next_frame`."""
         self._wake.set()
 
-    def open(self, keys: Iterable[SequenceKey], position: int) -> None:
-        for key in keys:
-            self._logs[key] = SequenceLog(key, position)
+    def open(self, attempt: Attempt, adoption_ids: Sequence[bytes] = ()) -> None:
+        """adoption_ids: of each choice; none: no other router goes on with them."""
+        ids = adoption_ids or [b""] * len(attempt.choices)
+        for key, adoption_id in zip(attempt.keys(), ids, strict=True):
+            self._logs[key] = SequenceLog(key, attempt, adoption_id)
+
+    def adoptable(self) -> list[SequenceLog]:
+        """Returns the sequences that another router may go on with."""
+        return [log for log in self._logs.values() if log.adoptable]
 
     def tokens(self, tokens: ChoiceTokens) -> None:
         log = self._logs.get(tokens.key)

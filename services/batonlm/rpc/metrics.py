@@ -280,6 +280,22 @@ SAVED_STEPS = Spec(
     "Steps that sequences would have taken more without drafts, by where these came from.",
     ("kind",),
 )
+ORPHANS = Spec(
+    "baton_orphaned_sequences",
+    "Sequences that are kept for another router because theirs is gone, ended ones included.",
+)
+ORPHANS_TOTAL = Spec(
+    "baton_orphans_total",
+    "Sequences whose router is gone that were kept beyond the resume window; that another router "
+    "adopted, within that window too; that expired; or that were dropped, for room.",
+    ("outcome",),
+)
+ADOPTIONS_REFUSED = Spec(
+    "baton_adoptions_refused_total",
+    "Attempts that were to go on with a sequence whose router is gone: it was not here (gone), or "
+    "is another request's (differs).",
+    ("reason",),
+)
 HANDOVERS = Spec("baton_handovers_total", "Hand-overs that ended.", ("side", "outcome"))
 HANDOVER_BYTES = Spec("baton_handover_bytes_total", "KV bytes moved by hand-overs.", ("side",))
 KV_SOURCE = Spec(

@@ -148,11 +148,17 @@ class StartSequence(_message.Message):
     MAX_UNCONFIRMED_FIELD_NUMBER: _builtins.int
     HELD_HANDOVER_ID_FIELD_NUMBER: _builtins.int
     PREFIX_SENDER_FIELD_NUMBER: _builtins.int
+    ADOPTION_IDS_FIELD_NUMBER: _builtins.int
+    ADOPTS_FIELD_NUMBER: _builtins.int
     max_unconfirmed: _builtins.int
     """Decode stays at most this many positions ahead of the confirmed ones; 0 means no limit."""
     held_handover_id: _builtins.bytes
     """The KV is this worker's own: of the sequence that it put on offer under this hand-over, which no other worker has
     collected. It runs on as this attempt. Empty: no such sequence; `source` is then what counts.
+    """
+    adopts: _builtins.bool
+    """Go on with the sequence that has this adoption id and whose router is gone; the attempt has one choice and the
+    prompt as its input. All tokens are sent from position 0. `source` and `prefix_sender` do not count.
     """
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
@@ -168,6 +174,12 @@ class StartSequence(_message.Message):
         Whatever does not come is computed, too.
         """
 
+    @_builtins.property
+    def adoption_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of each choice of the attempt, 16 bytes: by this another router may go on with the sequence when this one is gone.
+        None: none may, and the sequences end with this router's session.
+        """
+
     def __init__(
         self,
         *,
@@ -176,10 +188,12 @@ class StartSequence(_message.Message):
         max_unconfirmed: _builtins.int = ...,
         held_handover_id: _builtins.bytes = ...,
         prefix_sender: _types_pb2.WorkerIdentity | None = ...,
+        adoption_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        adopts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_ids", b"adoption_ids", "adopts", b"adopts", "attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,6 +206,7 @@ class WorkerLoad(_message.Message):
     STEP_AGE_US_FIELD_NUMBER: _builtins.int
     STEP_PREDICTED_US_FIELD_NUMBER: _builtins.int
     SPEED_FIELD_NUMBER: _builtins.int
+    ORPHANS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     """Where it stands in its life."""
@@ -226,6 +227,12 @@ class WorkerLoad(_message.Message):
         """How fast it is, by what it has measured so far."""
 
     @_builtins.property
+    def orphans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of a decode worker: the adoption ids of sequences whose routers are gone, 16 bytes each. Whoever starts an attempt
+        that names one goes on with it.
+        """
+
+    @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantUse]:
         """What tenants use here through other routers than the watcher; the most recently active ones."""
 
@@ -240,11 +247,12 @@ class WorkerLoad(_message.Message):
         step_age_us: _builtins.int = ...,
         step_predicted_us: _builtins.int = ...,
         speed: Global___WorkerSpeed | None = ...,
+        orphans: _abc.Iterable[_builtins.bytes] | None = ...,
         tenants: _abc.Iterable[Global___TenantUse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "running_sequences", b"running_sequences", "speed", b"speed", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "tenants", b"tenants", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "orphans", b"orphans", "running_sequences", b"running_sequences", "speed", b"speed", "state", b"state", "step_age_us", b"step_age_us", "step_predicted_us", b"step_predicted_us", "tenants", b"tenants", "waiting_sequences", b"waiting_sequences", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -313,6 +313,14 @@ class DecodeConfig(WorkerOptions):
         "time; the tokens are the same",
         choices=("off", "ngram"),
     )
+    orphan_s: float = option(
+        20.0,
+        "how long sequences of streams with ids of events are kept for another router when theirs "
+        "is gone, in a tenth of the blocks at most; 0: another router computes them again",
+        unit="s",
+        minimum=0.0,
+        maximum=600.0,
+    )
 
     @property
     def policy(self) -> SchedulerPolicy:

@@ -54,6 +54,7 @@ class WorkerReport:
             free_blocks=load.free_blocks,
             step_age_us=round(self.engine.step_age_s * 1e6),
             step_predicted_us=round(self.engine.step_predicted_s * 1e6),
+            orphans=self.service.orphans,
             speed=self._speed(),
         )
 

@@ -83,6 +83,11 @@ class AttemptService(ABC, Generic[AttemptT]):
         return len(self.attempts)
 
     @property
+    def orphans(self) -> tuple[bytes, ...]:
+        """The adoption ids of sequences whose routers are gone and that another may go on with."""
+        return ()
+
+    @property
     def holdings(self) -> dict[str, int]:
         """What attempts hold besides blocks and buffers, by kind; all 0 without attempts."""
         moving = self._sender.holdings | self._receiver.holdings | self._prefixes.holdings

@@ -112,7 +112,7 @@ def test_whatever_a_start_holds_the_stream_stays(data: st.DataObject) -> None:
 class _Told:
     started = False
 
-    def start(self, *_: object) -> None:
+    def start(self, *_: object, **__: object) -> None:
         self.started = True
 
 

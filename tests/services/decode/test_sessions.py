@@ -102,10 +102,11 @@ async def test_a_newer_stream_of_the_same_router_wins() -> None:
 
 
 async def test_what_a_replaced_stream_waited_for_goes_to_the_newer_one() -> None:
-    key = SequenceKey("r", 0, 0)
+    one = attempt()
+    (key,) = one.keys()
     session = RouterSession("router")
     old = session.attach()
-    session.open([key], 0)
+    session.open(one)
     waiting = asyncio.create_task(session.next_frame(old, PATIENCE_S))
     await asyncio.sleep(0)
     session.resume({key: 0})
@@ -175,8 +176,9 @@ async def test_ended_sequences_are_forgotten_after_the_window() -> None:
 
 
 async def test_nothing_is_forgotten_while_the_stream_is_broken() -> None:
-    key, session = SequenceKey("r", 0, 0), RouterSession("router")
-    session.open([key], 0)
+    one, session = attempt(), RouterSession("router")
+    (key,) = one.keys()
+    session.open(one)
     stream = session.attach()
     session.tokens(ChoiceTokens(key, 0, (5,), finish_reason=FinishReason.LENGTH))
     assert await session.next_frame(stream, PATIENCE_S) is not None

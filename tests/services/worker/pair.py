@@ -233,6 +233,7 @@ async def pair(
     *,
     block_sizes: tuple[int, int] = (16, 16),
     resume_window_s: float = 30.0,
+    orphan_s: float = 30.0,
     handover_timeout_s: float = 60.0,
     max_sequences: int = 64,
     num_blocks: int = NUM_BLOCKS,
@@ -318,6 +319,7 @@ async def pair(
             GrammarBook(None),
             handover_timeout_s=handover_timeout_s,
             resume_window_s=resume_window_s,
+            orphan_s=orphan_s,
             tracer=tracer,
         )
         services["decode"] = decoding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +87,9 @@ class RouterEnd:
         sender: WorkerIdentity | None = None,
         held_handover_id: bytes = b"",
         prefix_sender: WorkerIdentity | None = None,
+        adoption_ids: Sequence[bytes] = (),
+        *,
+        adopts: bool = False,
     ) -> None:
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
@@ -95,6 +98,8 @@ class RouterEnd:
             attempt=attempt_to_proto(attempt),
             max_unconfirmed=max_unconfirmed,
             held_handover_id=held_handover_id,
+            adoption_ids=adoption_ids,
+            adopts=adopts,
         )
         if prefix_sender is not None:
             start.prefix_sender.CopyFrom(identity_to_proto(prefix_sender))

@@ -20,6 +20,7 @@ from batonlm.core.request.attempt import Phase, TokenLog
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.request import FinishReason, Grammar, SamplingParams, StopParams
 from batonlm.core.routing.routing import (
+    ADOPTS,
     ALONE,
     CHEAPER,
     NO_PREFILL,
@@ -332,6 +333,7 @@ MAX_DETAIL = 200
 
 _MOVED = "Its KV came from another decode worker: nothing was prefilled."
 _RETURNED = "Its KV did not arrive at another decode worker: it went on where it was."
+_ADOPTED = "Another router had begun it, and is gone: it went on where it was."
 _ALONE = "Every choice ends at its first token, which prefill makes: no decode is needed."
 _LOCAL = "Prefilled on decode"
 _APART = "Prefill and decode ran apart"
@@ -341,7 +343,7 @@ def outline(attempt: AttemptRecord) -> str:
     """Returns the sentence of `why` without facts about workers, for clients that may not see
     them."""
     if attempt.moved:
-        return _RETURNED if attempt.why == _RETURNED else _MOVED
+        return attempt.why if attempt.why in (_RETURNED, _ADOPTED) else _MOVED
     if attempt.decode is None:
         return _ALONE
     return f"{_LOCAL if attempt.prefill is None else _APART}."
@@ -351,7 +353,7 @@ def why(decision: Decision, policy: RoutingPolicy, *, split: bool, moved: bool =
     """Returns the sentence that explains a placement. split: a prefill pool is configured. moved:
     the attempt continues with existing KV."""
     if moved:
-        return _RETURNED if decision.reason == RETURNS else _MOVED
+        return {RETURNS: _RETURNED, ADOPTS: _ADOPTED}.get(decision.reason, _MOVED)
     match decision.reason:
         case reason if reason == ALONE:
             return _ALONE

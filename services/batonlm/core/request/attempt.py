@@ -161,6 +161,21 @@ class Attempt:
         """The most tokens that all its choices together may still generate."""
         return len(self.choices) * max(0, self.stop.max_tokens - self.position)
 
+    def repeats(self, other: Attempt) -> bool:
+        """Whether its choices begin with the prompt alone, and get the tokens that they got as
+        choices of another attempt."""
+        size = other.num_prompt_tokens
+        return (
+            len(self.token_ids) == self.num_prompt_tokens == size
+            and self.sampling == other.sampling
+            and self.stop == other.stop
+            and self.grammar == other.grammar
+            and self.adapter == other.adapter
+            and self.cache_salt == other.cache_salt
+            and self.prompt_logprobs is other.prompt_logprobs is None
+            and tuple(self.token_ids) == tuple(other.token_ids[:size])
+        )
+
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(self.request_id, self.attempt)

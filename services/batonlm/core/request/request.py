@@ -272,6 +272,11 @@ class Request:
         return self.keyed_stream_id or request_id
 
     @property
+    def may_go_on_elsewhere(self) -> bool:
+        """Whether its client can get the rest of its stream at another router."""
+        return self.resumable or bool(self.keyed_stream_id)
+
+    @property
     def least_room(self) -> int:
         """The output tokens of a choice for which the model's context must have room."""
         return 1 if self.cap_max_tokens else max(1, self.max_tokens or 0)

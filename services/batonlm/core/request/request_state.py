@@ -12,6 +12,10 @@ of that attempt ends before the newest accepted token, which the sender sends ag
 attempt does not count against the request. Lost before its KV was complete, the choice returns: one
 more such attempt continues it on the sender, which still has the KV unless it is gone, too. Events
 of an attempt that is over are dropped.
+
+A choice whose sequence another router has begun, and left, is adopted: its first attempt goes on
+with that sequence and gets its tokens from the first one on. If it fails, the choice runs as if
+there had been none.
 """
 
 from __future__ import annotations
@@ -105,6 +109,9 @@ class AttemptRun:
     """Whether it continues on the worker that offered the KV, because that arrived nowhere."""
     has_kv: bool = False
     """Whether decode has all its KV."""
+    adopts: bool = False
+    """Whether it continues where another router's run of the request was: it `moved`, and does not
+    return."""
     suspect: bool = False
     """Whether the request is a suspect: no worker may run it together with another suspect
     (`batonlm.core.routing.failures`)."""
@@ -148,6 +155,7 @@ class RequestState:
         self._migrated_out: set[int] = set()
         self._returning: set[int] = set()
         """A part of `_migrated_out`: choices whose KV did not arrive."""
+        self._adopting: set[int] = set()
         self._lost: set[int] = set()
         """Choices whose worker was lost and that no attempt runs again yet."""
         self.suspicion = Suspicion()
@@ -163,9 +171,13 @@ class RequestState:
         """Whether no attempt runs and none is needed any more."""
         return self.failure is not None or all(log.ended for log in self.logs)
 
+    def adopt(self, choices: Collection[int]) -> None:
+        """Sequences of these choices, which have not begun here, are on decode workers."""
+        self._adopting.update(choices)
+
     def next_attempts(self) -> list[AttemptRun]:
-        """Returns attempts for all waiting choices: one for each choice that is migrated, and one
-        per group of the others with the same accepted tokens."""
+        """Returns attempts for all waiting choices: one for each choice that is migrated or
+        adopted, and one per group of the others with the same accepted tokens."""
         if self.failure is not None:
             return []
         runs = []
@@ -177,10 +189,13 @@ class RequestState:
                 returned = log.choice in self._returning
                 output = log.token_ids(0, -1)
                 runs.append(self._open(output, [log.choice], moved=True, returned=returned))
+            elif log.choice in self._adopting:
+                runs.append(self._open((), [log.choice], moved=True, returned=True, adopts=True))
             else:
                 groups.setdefault(log.token_ids(), []).append(log.choice)
         self._migrated_out.clear()
         self._returning.clear()
+        self._adopting.clear()
         return runs + [self._open(output, choices) for output, choices in groups.items()]
 
     def returns(self, choice: int) -> bool:
@@ -194,6 +209,7 @@ class RequestState:
         *,
         moved: bool = False,
         returned: bool = False,
+        adopts: bool = False,
     ) -> AttemptRun:
         number = self.num_attempts
         self.num_attempts += 1
@@ -205,6 +221,7 @@ class RequestState:
             set(choices),
             moved,
             returned,
+            adopts=adopts,
             suspect=self.suspicion.suspect and not moved,
             retry=not self.started and not self._lost.isdisjoint(choices),
         )
@@ -386,7 +403,7 @@ class RequestState:
                 self._migrated_out.add(choice)
                 self._returning.add(choice)
                 continue
-            if verdict is FailureAction.ELSEWHERE:
+            if verdict is FailureAction.ELSEWHERE and not run.adopts:
                 self._lost.add(choice)
             if len(log) - run.attempt.position > 1:
                 self._fruitless_attempts[choice] = 0

@@ -24,6 +24,8 @@ from batonlm.core.request.request import Delta, ToolCallDelta
 FIELD = "last_event_id"
 """The name of a client's last event id in errors."""
 
+ADOPTION_ID_BYTES = 16
+
 _MARK_BYTES = 4
 _NUMBERS = r"\d{1,10}(?:,\d{1,10}){0,8}"
 _EVENT_ID = re.compile(
@@ -148,6 +150,13 @@ def keyed_stream_id(tenant: str, key: str, place: int) -> str:
     place: of the prompt in its call."""
     words = "\0".join((tenant, str(place), key))
     return blake2b(words.encode(), digest_size=16, person=b"baton key").hexdigest()
+
+
+def adoption_id(tenant: str, stream_id: str, choice: int) -> bytes:
+    """Returns the id by which a router finds a choice's sequence whose router is gone: the same at
+    any router, for the tenant whose stream it is, and for nobody else."""
+    words = "\0".join((tenant, stream_id, str(choice)))
+    return blake2b(words.encode(), digest_size=ADOPTION_ID_BYTES, person=b"baton adoption").digest()
 
 
 class EventIds:

@@ -233,6 +233,8 @@ class WorkerLoad:
     tenants: tuple[TenantUse, ...] = ()
     """The use through routers other than the recipient of this report."""
     speed: WorkerSpeed = UNMEASURED
+    orphans: tuple[bytes, ...] = ()
+    """The adoption ids of sequences whose routers are gone (`core.request.resumption`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

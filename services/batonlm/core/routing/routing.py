@@ -524,6 +524,7 @@ CHEAPER = "prefilling on decode takes less time"
 APART = "prefill and decode apart"
 MOVES = "its KV moves here from another decode worker"
 RETURNS = "its KV is still here, because it did not arrive at another decode worker"
+ADOPTS = "it runs here for a router that is gone"
 """One of the reasons of decisions that say where an attempt runs."""
 
 

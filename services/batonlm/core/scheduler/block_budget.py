@@ -4,14 +4,15 @@ Blocks come with growth headroom: nothing is admitted unless it and all that run
 `headroom` positions, so that nothing is admitted only to preempt something else. When blocks run
 out all the same, or something more important does not fit, the least important and latest is
 preempted. Where sequences stop after their first token nothing grows and nothing is preempted.
+Sequences whose routers are gone go first, and for good: who knows whether anybody comes for them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from batonlm.core.errors import InvalidArgument
+from batonlm.core.errors import BatonError, Cancelled, InvalidArgument
 from batonlm.core.kvcache.block_pool import BlockPool, SwapGrant, SwapPlace, SwapSpace
 from batonlm.core.request.attempt import AttemptKey
 from batonlm.core.scheduler.plan import BlockSwap, StepWork
@@ -66,8 +67,15 @@ class BlockBudget:
     """Who gets blocks and places, and who is preempted for whom."""
 
     def __init__(
-        self, pool: BlockPool, sequences: SequenceTable, cost: StepCost, policy: SchedulerPolicy
+        self,
+        pool: BlockPool,
+        sequences: SequenceTable,
+        cost: StepCost,
+        policy: SchedulerPolicy,
+        fail: Callable[[Sequence, BatonError], None],
     ):
+        """fail: ends a sequence with an error."""
+        self._fail = fail
         self.swapping = Swapping(pool, sequences.swap, cost)
         self.preemptions: Counter[str] = Counter()
         """How often blocks were taken from what ran, by what became of its KV."""
@@ -173,8 +181,12 @@ class BlockBudget:
         return [s for s in others if s.table is not None] + grown
 
     def preempt(self, victim: Sequence | SequenceGroup, now: float, *, may_swap: bool) -> None:
-        """Takes the blocks of a running sequence or of a group being computed; it waits again."""
+        """Takes the blocks of a running sequence or of a group being computed; it waits again, or
+        ends, if its router is gone."""
         stored = None
+        if isinstance(victim, Sequence) and victim.orphaned:
+            self._fail(victim, Cancelled("Others need the room of a sequence without a router."))
+            return
         if isinstance(victim, SequenceGroup):
             self._sequences.put_back(victim)
         else:

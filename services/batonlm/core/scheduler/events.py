@@ -84,6 +84,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """A sequence is another request's from now on."""
+
+    tokens: ChoiceTokens
+    """All its output tokens so far, as that request's; they were reported before."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptFailed:
     """An attempt, or some choices of it, ended without an answer; nothing of them is left here,
     but for the blocks of one that is kept: they stay until it is released or cancelled."""
@@ -93,4 +101,4 @@ class AttemptFailed:
     error: BatonError
 
 
-Event = Planned | Computed | FirstTokens | KvComplete | NewTokens | Held | AttemptFailed
+Event = Planned | Computed | FirstTokens | KvComplete | NewTokens | Held | Adopted | AttemptFailed

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 from batonlm.core.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     HandoverFailed,
     Internal,
@@ -52,6 +53,7 @@ from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.block_budget import BlockBudget, Reservation
 from batonlm.core.scheduler.drafts import Drafter, NgramDrafter
 from batonlm.core.scheduler.events import (
+    Adopted,
     AttemptFailed,
     Computed,
     Event,
@@ -89,6 +91,13 @@ from batonlm.core.scheduler.step_cost import PrefillCost, StepCost
 COMPANY = 10
 """An input waits for others only when one came within so many batch windows before it. So a lone
 one is computed at once, and of those that come after a pause, the first."""
+
+
+ORPHANS_SHARE = 0.1
+"""The part of the blocks that sequences without a router may need."""
+
+ORPHAN_TOKENS = 256
+"""How many tokens such a sequence gets at most while it waits for a router."""
 
 
 class _InputChunk(NamedTuple):
@@ -171,7 +180,7 @@ class Scheduler:
         self._turns = TenantTurns(policy.quantum) if policy.quantum else None
         self._cost = StepCost(drafts=drafter is not None)
         self._prefill_cost = PrefillCost()
-        self._budget = BlockBudget(pool, self.sequences, self._cost, policy)
+        self._budget = BlockBudget(pool, self.sequences, self._cost, policy, self._fail)
         self.speculation: Speculation | None = None
         """Where sequences run, keep no state that drafts would change, and have a drafter."""
         if drafter is not None and not policy.first_token_only and not pool.state_blocks:
@@ -367,6 +376,40 @@ class Scheduler:
             KvComplete(attempt.key, sequence.num_computed_tokens, 0.0),
             NewTokens((newest,), self._step),
         ]
+
+    def orphan(self, keys: Iterable[SequenceKey]) -> None:
+        """The router of these sequences is gone. Each of them that runs now gets a few more tokens
+        and is kept until it is cancelled, adopted or preempted, as long as all such ones need no
+        more than their share of the blocks. AttemptFailed events follow for the others."""
+        kept = [one for one in self.sequences.running.values() if one.orphaned]
+        room = self._pool.num_blocks * ORPHANS_SHARE - sum(map(self._most_blocks, kept))
+        for sequence in filter(None, map(self.sequences.find, keys)):
+            if sequence.state is SequenceState.RUNNING:
+                sequence.orphan(ORPHAN_TOKENS)
+            needed = self._most_blocks(sequence)
+            if sequence.orphaned and needed <= room:
+                room -= needed
+            else:
+                self._fail(sequence, Cancelled("The router of this sequence left."))
+
+    def _most_blocks(self, sequence: Sequence) -> int:
+        return self._pool.blocks_for(sequence.most_positions)
+
+    def adopt(self, key: SequenceKey, attempt: Attempt) -> None:
+        """A sequence that has begun runs on as an attempt of another request, of this one choice,
+        which repeats that of the sequence (`Attempt.repeats`). An Adopted event has all its tokens.
+
+        Raises NotFound for one that is not here (any more), is held, or waits for its first KV.
+        """
+        sequence = self.sequences.find(key)
+        group = None if sequence is None else self.sequences.group_of(sequence)
+        begun = group is None or group.resumed
+        if sequence is None or sequence.state is SequenceState.HELD or not begun:
+            raise NotFound("This sequence is not here, or has not begun.")
+        self.sequences.rename(sequence, attempt)
+        tokens = sequence.tokens_from(0)
+        assert tokens is not None
+        self._events += [KvComplete(attempt.key, attempt.num_prompt_tokens, 0.0), Adopted(tokens)]
 
     def grant(self, key: AttemptKey) -> None:
         """The receiver has reserved its blocks. Unknown attempts are no error."""

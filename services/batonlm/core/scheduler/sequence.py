@@ -160,6 +160,10 @@ _made = tuple.__new__
 """A NamedTuple from its fields, half as costly as by its own constructor."""
 
 
+LEAST = sys.maxsize
+"""The priority of a sequence whose router is gone: any other one is more important."""
+
+
 class Sequence:
     """One choice's tokens and how far its KV has come."""
 
@@ -168,6 +172,7 @@ class Sequence:
         "_last",
         "_matcher",
         "_num_prompt",
+        "_orphan_ceiling",
         "_own",
         "_plain_from",
         "_sampling",
@@ -251,11 +256,22 @@ class Sequence:
         self._plain_from = sys.maxsize if self.serial else self._num_prompt + rule.min_tokens
         self._last: tuple[int, ...] = ()
         self._extents: Extents = ()
+        self._orphan_ceiling: int | None = None
         self._limit()
 
     @property
     def priority(self) -> int:
-        return self.attempt.priority
+        return LEAST if self.orphaned else self.attempt.priority
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether its router is gone, and it waits for another one."""
+        return self._orphan_ceiling is not None
+
+    @property
+    def most_positions(self) -> int:
+        """Positions that it needs blocks for at most, as things are."""
+        return max(self.num_computed_tokens, self.ceiling)
 
     @property
     def position(self) -> int:
@@ -288,11 +304,17 @@ class Sequence:
 
     def rename(self, attempt: Attempt) -> None:
         """It runs on as another attempt of the same choice, whose input is a part of its tokens."""
-        del self.logprobs[: attempt.position - self.attempt.position]
+        del self.logprobs[: max(0, attempt.position - self.attempt.position)]
+        self._orphan_ceiling = None
         self.attempt = attempt
         self.key = SequenceKey(attempt.request_id, self.key.choice, attempt.attempt)
         # As at the start of any attempt: what confirms its input may have gone to the former one.
         self.confirm(attempt.position)
+
+    def orphan(self, most_tokens: int) -> None:
+        """Its router is gone. It gets so many more tokens at most until it is renamed."""
+        self._orphan_ceiling = self.num_computed_tokens + most_tokens
+        self._limit()
 
     def confirm(self, position: int) -> None:
         """Output positions below this one hold no stop string."""
@@ -439,6 +461,8 @@ class Sequence:
         if self.max_unconfirmed:
             ahead = self._num_prompt + self.confirmed + self.max_unconfirmed - 1
             self.ceiling = min(self.ceiling, ahead)
+        if self._orphan_ceiling is not None:
+            self.ceiling = min(self.ceiling, self._orphan_ceiling)
         self.limit = min(self.room, self.ceiling)
 
 

@@ -248,11 +248,18 @@ class SequenceTable:
         """A held sequence runs on. attempt: as this one from now on."""
         del self.held[sequence.key]
         if attempt is not None:
-            self._drop_key(sequence)
-            sequence.rename(attempt)
-            self._attempts[attempt.key] = {sequence.key.choice: sequence}
+            self.rename(sequence, attempt)
         sequence.move(SequenceEvent.RESUME)
         self.running[sequence.id] = sequence
+
+    def rename(self, sequence: Sequence, attempt: Attempt) -> None:
+        """A sequence that stands alone, and is not held, is this attempt from now on."""
+        self._drop_key(sequence)
+        sequence.rename(attempt)
+        self._attempts[attempt.key] = {sequence.key.choice: sequence}
+        group = self._group_of.get(sequence.id)
+        if group is not None:
+            group.key = attempt.key
 
     def drop_stored(self, group: SequenceGroup) -> None:
         """The KV of a waiting group is not kept after all: it has to be computed again."""

@@ -166,6 +166,13 @@ MOVES = Spec(
     "of it.",
     ("reason", "outcome"),
 )
+ADOPTIONS = Spec(
+    "baton_adoptions_total",
+    "Choices of streams that began at another router and go on here, by whether their sequences "
+    "were adopted where they ran: adopted, or computed again because no worker had one (none) or "
+    "it was gone by then (failed).",
+    ("outcome",),
+)
 PREDICTIONS = Spec(
     "baton_first_token_prediction_ratio",
     "Time from an attempt's start to its first token, by the time that was predicted.",
@@ -221,6 +228,7 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self.kv_bytes = counter(KV_BYTES, registry)
         self.moves = counter(MOVES, registry)
+        self.adoptions = counter(ADOPTIONS, registry)
         self._collected = counter(COLLECTED_TOKENS, registry)
         self.request_s = histogram(REQUEST_TIME, registry)
         self.between_tokens: defaultdict[str, Durations] = defaultdict(Durations)

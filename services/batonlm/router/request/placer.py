@@ -11,7 +11,15 @@ from batonlm.core.admission.fair_queue import Entry
 from batonlm.core.errors import BatonError, NotFound, Reason
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request_state import AttemptRun
-from batonlm.core.routing.routing import MOVES, RETURNS, Decision, Demand, FilterReason, decide
+from batonlm.core.routing.routing import (
+    ADOPTS,
+    MOVES,
+    RETURNS,
+    Decision,
+    Demand,
+    FilterReason,
+    decide,
+)
 from batonlm.router.request.admission import RequestContext, RouterServices
 from batonlm.router.request.dispatcher import (
     LOOK_AGAIN_S,
@@ -161,12 +169,21 @@ class Placer:
     def at(self, move: Migration, tokens: int) -> Placement | None:
         """Returns the decode worker on which a sequence of this many tokens that migrates is to
         continue, which the caller releases, or None when the worker is gone."""
-        worker = move.destination
+        return self._on(move.destination, tokens, RETURNS if move.returning else MOVES)
+
+    def adopted(self, worker: WorkerIdentity, tokens: int) -> Placement | None:
+        """Returns the decode worker that has a sequence of the request, which the caller releases,
+        or None when the worker is gone."""
+        place = self._on(worker, tokens, ADOPTS)
+        if place is not None:
+            self._on_placed()
+        return place
+
+    def _on(self, worker: WorkerIdentity, tokens: int, reason: str) -> Placement | None:
         decode = self._fleet.decodes.get(worker.instance_id)
         if decode is None:
             return None
-        decision = Decision(None, worker, RETURNS if move.returning else MOVES, ())
-        place = Placement(None, decode, decision)
+        place = Placement(None, decode, Decision(None, worker, reason, ()))
         place.hold(1, tokens)
         return place
 

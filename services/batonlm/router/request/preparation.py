@@ -256,6 +256,7 @@ class Preparation:
             opening,
             prefix_hashes=hashes,
             on_placed=on_placed,
+            stream_id=context.stream_id if request.may_go_on_elsewhere else "",
         )
         parts = answers.deltas(request.n, prompt, seed) if answers is not None else ()
         return Prepared(runner, accepted, parts)

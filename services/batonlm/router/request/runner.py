@@ -29,6 +29,7 @@ from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import Finished
 from batonlm.core.request.request_state import AttemptRun, RequestState
+from batonlm.core.request.resumption import adoption_id
 from batonlm.core.routing.rebalance import Stream
 from batonlm.core.routing.routing import Demand
 from batonlm.router.request.admission import RequestContext, RouterServices
@@ -54,6 +55,14 @@ MAX_UNCONFIRMED = 8
 the detokenizer at small steps, and the most that are computed in vain when one is found."""
 
 
+FIND_ORPHANS_S = 1.0
+"""How long a request that resumes a stream waits at most until a worker reports its sequences. A
+client comes here as soon as the worker notices that its router is gone, or sooner."""
+
+TOKEN_AGAIN_S = 0.01
+"""It waits no longer than it may take to compute again what the client has, at so much a token."""
+
+
 class RequestRunner:
     """Runs one request until all its choices have ended, and owns its attempts."""
 
@@ -67,9 +76,11 @@ class RequestRunner:
         *,
         prefix_hashes: bytes,
         on_placed: Callable[[], None],
+        stream_id: str = "",
     ) -> None:
         """opening: how the text of a choice begins at a detokenizer. prefix_hashes: of the prompt's
-        units. on_placed: called whenever an attempt gets workers."""
+        units. on_placed: called whenever an attempt gets workers. stream_id: of a stream with which
+        its client may go on at another router."""
         self.services = services
         self.context = context
         self.stages = context.stages
@@ -98,6 +109,9 @@ class RequestRunner:
         )
         self.migrations: dict[int, Migration] = {}
         """By choice: migrations that are offered and that no attempt has taken over yet."""
+        self._stream_id = stream_id
+        self._orphans: dict[int, WorkerIdentity] = {}
+        """By choice: the decode workers of sequences that are to be adopted."""
         self._gaps = TokenGaps(state.logs, services.metrics.between_tokens[model.name])
         self._prefix_hashes = prefix_hashes
         self._attempts: dict[int | None, AttemptRunner] = {}
@@ -127,6 +141,7 @@ class RequestRunner:
     async def _run_attempts(self, group: asyncio.TaskGroup) -> None:
         """Starts the attempts that the request state returns."""
         loop = asyncio.get_running_loop()
+        await self._find_orphans()
         while not self.state.done:
             for run in self.state.next_attempts():
                 if run.retry and not self.services.budget.take(loop.time()):
@@ -140,6 +155,50 @@ class RequestRunner:
         if self.state.failure is not None:
             raise self.state.failure
         self.stages.reached(Stage.DETOKENIZE)
+
+    def adoption_ids(self, choices: Collection[int]) -> list[bytes]:
+        """Returns the ids by which another router may go on with these choices, if their client can
+        go to another one."""
+        if not self._stream_id:
+            return []
+        name = self.context.request.tenant.name
+        return [adoption_id(name, self._stream_id, choice) for choice in choices]
+
+    async def _find_orphans(self) -> None:
+        """Looks for the sequences of a stream that another router has begun, where it has not
+        ended. What is not found is run again."""
+        resumes, fleet = self.context.request.resumes, self.services.fleet
+        if resumes is None or not self._stream_id or self.state.done:
+            return
+        awaited = {n for n, at in enumerate(resumes.choices) if at.tokens and not at.ended}
+        choices = range(len(self.state.logs))
+        ids = dict(zip(choices, self.adoption_ids(choices), strict=True))
+        loop = asyncio.get_running_loop()
+        again_s = TOKEN_AGAIN_S * max((resumes.choices[n].tokens for n in awaited), default=0)
+        give_up = loop.time() + min(FIND_ORPHANS_S, again_s)
+        while True:
+            reports = [
+                (worker.identity, worker.load.orphans)
+                for worker in fleet.decodes.workers()
+                if worker.load is not None and worker.model.digest == self.model.digest
+            ]
+            self._orphans = {
+                choice: identity
+                for identity, orphans in reports
+                for choice in choices
+                if ids[choice] in orphans
+            }
+            left = give_up - loop.time()
+            if awaited <= self._orphans.keys() or left <= 0:
+                break
+            await fleet.changed.wait(left)
+        self.services.metrics.adoptions.labels("none").inc(len(awaited - self._orphans.keys()))
+        self.state.adopt(self._orphans.keys())
+
+    def orphan(self, choice: int) -> Placement | None:
+        """Returns the placement of an attempt that adopts a choice's sequence, or None when its
+        worker is gone."""
+        return self.placer.adopted(self._orphans.pop(choice), len(self.state.prompt))
 
     def tokens_came(self, choice: int) -> None:
         """The log of a choice has grown or ended."""
@@ -271,7 +330,9 @@ class AttemptRunner:
     async def run(self) -> None:
         """Returns when the attempt is over. Raises BatonError when no worker is available."""
         try:
-            if self._run.moved:
+            if self._run.adopts:
+                self._place = self._adopt()
+            elif self._run.moved:
                 self._place = self._take_over()
             else:
                 if self._number:
@@ -290,6 +351,17 @@ class AttemptRunner:
             move.failed()
         else:
             move.dropped()
+
+    def _adopt(self) -> Placement | None:
+        """Returns the placement at the worker that has the sequence, or None when it is gone."""
+        (choice,) = self._run.attempt.choices
+        place = self._request.orphan(choice)
+        if place is None:
+            self._metrics.adoptions.labels("failed").inc()
+            error = Unavailable("The worker of this request is gone.")
+            self._state.attempt_failed(self._number, error)
+            self._request.turn()
+        return place
 
     def _take_over(self) -> Placement | None:
         """Returns the placement at the receiver of the KV, or None when that worker is gone."""
@@ -377,6 +449,8 @@ class AttemptRunner:
                 sender=sender,
                 max_unconfirmed=self._request.max_unconfirmed,
                 plan=place.decision.plan,
+                adoption_ids=self._request.adoption_ids(attempt.choices),
+                adopts=self._run.adopts,
             )
 
     async def _prefill(
@@ -436,7 +510,9 @@ class AttemptRunner:
         if here and self._place is not None and self._place.decode is not None:
             self._prefix_over(self._place.decode.identity, started)
         self._stages.kv_complete(self._run, started, computed=here)
-        if self._taking is not None:
+        if self._run.adopts:
+            self._metrics.adoptions.labels("adopted").inc()
+        elif self._taking is not None:
             self._taking.arrived()
         elif not self._run.moved:
             self._metrics.prefilled(remotely=remotely)
@@ -473,6 +549,8 @@ class AttemptRunner:
         self._decode_failed(error, choices)
 
     def _decode_failed(self, error: BatonError, choices: Collection[int]) -> None:
+        if self._run.adopts and not self._run.has_kv:
+            self._metrics.adoptions.labels("failed").inc()
         self._blame(Phase.DECODE, error)
         self._state.phase_failed(self._number, Phase.DECODE, error, choices)
         self._turn_back()

@@ -113,14 +113,23 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         sender: WorkerIdentity | None = None,
         max_unconfirmed: int = 0,
         plan: PrefixPlan | None = None,
+        adoption_ids: Sequence[bytes] = (),
+        adopts: bool = False,
     ) -> None:
         """Starts an attempt; `release` ends it. Without a sender decode prefills, behind what it
         collects by the plan.
 
         sender: the worker that has its KV. The worker itself goes on with the sequence whose KV it
-        offered under this hand-over.
+        offered under this hand-over. adoption_ids: of each choice, for the router that goes on with
+        it when this one is gone; none: none does. adopts: the worker goes on with the sequence that
+        it reports under this id.
         """
-        start = StartSequence(attempt=attempt_to_proto(attempt), max_unconfirmed=max_unconfirmed)
+        start = StartSequence(
+            attempt=attempt_to_proto(attempt),
+            max_unconfirmed=max_unconfirmed,
+            adoption_ids=adoption_ids,
+            adopts=adopts,
+        )
         if sender == self.worker:
             start.held_handover_id = handover_id
         elif sender is not None:
