@@ -179,6 +179,72 @@ def test_another_router_goes_on(pair: Relay, form: str) -> None:
     until_it_comes_about(broke_off, "a router that was killed in mid-stream")
 
 
+LONG = 700
+"""Tokens of a stream that is broken off after hundreds: other routers look for its sequence."""
+
+
+def counts(pair: Relay) -> tuple[float, float, float]:
+    """What decode workers adopted and sampled, and what all workers prefilled."""
+
+    def total(role: str, name: str, **labels: str) -> float:
+        return sum(pair.metric(worker, name, **labels) for worker in pair.processes(role))
+
+    prefilled = sum(total(role, "baton_prefill_tokens_total") for role in ("prefill", "decode"))
+    adopted = total("decode", "baton_orphans_total", outcome="adopted")
+    return adopted, total("decode", "baton_decode_tokens_total"), prefilled
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_is_computed_twice(pair: Relay, n: int) -> None:
+    """The decode worker kept what the router that was killed had begun; the other one adopts it."""
+    prompt = [*range(60, 300), n]
+    body = {
+        "model": "baton-tiny",
+        "prompt": prompt,
+        "n": n,
+        "max_tokens": LONG,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": WHOLE,
+    }
+
+    def adopted() -> bool:
+        victim, other = both(pair)
+        before = counts(pair)
+        came: list[tuple[str, str]] = []
+        headers, url = {"x-baton-resume": "true"}, http_of(victim) + COMPLETION
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as response:
+            seed = int(response.headers["x-baton-seed"])
+            try:
+                for event in events(response):
+                    came.append(event)
+                    if len(came) == 200 * n:
+                        pair.kill(victim)
+            except httpx.TransportError:
+                pass
+        if came[-1][1] == "[DONE]":
+            return False
+        rest = read(http_of(other) + COMPLETION, body, last_event_id=came[-1][0])
+        joined = Seen([each for _, each in came + rest])
+        taken, sampled, prefilled = (
+            now - then for now, then in zip(counts(pair), before, strict=True)
+        )
+        if taken != n:
+            return False
+        assert pair.metric(other, "baton_adoptions_total", outcome="adopted") >= n
+        assert sampled <= n * LONG
+        assert prefilled <= len(prompt)
+        whole = read(http_of(other) + COMPLETION, {**body, "seed": seed})
+        expected = Seen([each for _, each in whole])
+        assert joined.choices == expected.choices
+        assert (joined.usage, joined.roles) == (expected.usage, expected.roles)
+        return True
+
+    until_it_comes_about(adopted, "a stream that was adopted")
+
+
 def test_over_grpc(pair: Relay) -> None:
     wanted = options(max_tokens=NUM_TOKENS, temperature=1.0, n=2)
     wanted.event_ids = True

@@ -55,6 +55,8 @@ class Host:
         self.tracer: Tracer = OFF
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.calls: dict[Breakable, None] = {}
+        self.outgoing: dict[Breakable, None] = {}
+        """Calls that this process makes, if it is a router that may be disturbed."""
         self.wires: dict[Wire, None] = {}
         self.on_thaw: Callable[[], None] = lambda: None
 
@@ -80,10 +82,14 @@ class Host:
     def kill(self) -> None:
         """All connections break, and nothing of the process runs on."""
         self.alive = False
-        for call in list(self.calls):
-            call.reset()
+        self.reset()
         for task in list(self.tasks):
             task.cancel()
+
+    def reset(self) -> None:
+        """All connections break."""
+        for call in [*self.calls, *self.outgoing]:
+            call.reset()
 
     def freeze(self) -> None:
         self.frozen = True
@@ -101,8 +107,7 @@ class Host:
         """Messages pass again; reset: what was on its way is lost with its connections."""
         self.held = [False, False]
         if reset:
-            for call in list(self.calls):
-                call.reset()
+            self.reset()
         self.flush()
 
     def flush(self) -> None:

@@ -21,7 +21,7 @@ import grpc
 from batonlm.core.errors import BatonError, Internal, Unavailable
 from batonlm.rpc.errors import DETAILS_KEY, grpc_code, to_status
 from batonlm.v1.decode_pb2 import SessionRequest, SessionResponse
-from tests.sim.hosts import Host
+from tests.sim.hosts import CURRENT, Host
 
 UP, DOWN = 0, 1
 TWICE = "/baton.v1.Decode/Session"
@@ -77,10 +77,18 @@ class Pipe:
     """One direction of one call."""
 
     def __init__(
-        self, network: Network, host: Host, direction: int, deliver: Callable[[Any], None]
+        self,
+        network: Network,
+        host: Host,
+        direction: int,
+        deliver: Callable[[Any], None],
+        caller: Host | None,
     ) -> None:
         self._network, self._host, self._direction = network, host, direction
         self._deliver = deliver
+        self._caller = caller
+        if caller is not None:
+            caller.wires[self] = None
         self._queue: deque[tuple[Any, int]] = deque()
         self._last = self._due = 0.0
         host.wires[self] = None
@@ -92,7 +100,7 @@ class Pipe:
         loop.call_at(self._last, self._arrive)
 
     def flush(self) -> None:
-        while self._due and self._queue and not self._host.blocks(self._direction):
+        while self._due and self._queue and not self._blocked():
             self._due -= 1
             message, times = self._queue.popleft()
             self._network.note(f"{self._host.address} {self._direction}")
@@ -102,6 +110,13 @@ class Pipe:
     def close(self) -> None:
         self._queue.clear()
         self._host.wires.pop(self, None)
+        if self._caller is not None:
+            self._caller.wires.pop(self, None)
+
+    def _blocked(self) -> bool:
+        caller, direction = self._caller, self._direction
+        at_caller = caller is not None and caller.blocks(DOWN if direction == UP else UP)
+        return at_caller or self._host.blocks(direction)
 
     def _arrive(self) -> None:
         self._due += 1
@@ -144,9 +159,15 @@ class StreamCall:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._unary_request = first
         self._serving: asyncio.Task[None] | None = None
-        self._up = Pipe(network, host, UP, self._reach)
-        self._down = Pipe(network, host, DOWN, self._come)
+        self._caller = caller = CURRENT.get()
+        self._up = Pipe(network, host, UP, self._reach, caller)
+        self._down = Pipe(network, host, DOWN, self._come, caller)
         host.calls[self] = None
+        if caller is not None:
+            caller.outgoing[self] = None
+            if not caller.alive:
+                self.reset()
+                return
         # Who has nobody to talk to is told so, like who talks to somebody.
         self._up.send(self._open)
 
@@ -220,6 +241,8 @@ class StreamCall:
             self._news.set()
         self._down.close()
         self._host.calls.pop(self, None)
+        if self._caller is not None:
+            self._caller.outgoing.pop(self, None)
 
     async def _serve(self, handler: Callable[..., Any]) -> None:
         def send(message: Any) -> None:

@@ -240,17 +240,24 @@ class _Schedule:
                 self._violated(f"{machine.host.address} has spans that are open: {still}")
         if self.kv.open_offers():
             self._violated("KV is still on offer")
-        if self.pipeline.num_requests:
+        for pipeline, fleet in self._routers():
+            self._check_router(pipeline, fleet)
+
+    def _routers(self) -> list[tuple[Pipeline, Fleet]]:
+        return [(self.pipeline, self.fleet)]
+
+    def _check_router(self, pipeline: Pipeline, fleet: Fleet) -> None:
+        if pipeline.num_requests:
             self._violated("the router still counts requests")
-        held = {kind: n for kind, n in self.pipeline.held.items() if n}
+        held = {kind: n for kind, n in pipeline.held.items() if n}
         if held:
             self._violated(f"the router still holds {held}")
-        for decode in self.fleet.decodes.workers():
+        for decode in fleet.decodes.workers():
             if decode.client.sinks():
                 self._violated("the router still has sequences on a decode worker")
             if decode.client.outgoing():
                 self._violated("the router still has something to tell a decode worker")
-        for detokenizer in self.fleet.detokenizers.workers():
+        for detokenizer in fleet.detokenizers.workers():
             if detokenizer.client.num_texts:
                 self._violated("the router still has texts at a detokenizer")
 

@@ -20,20 +20,24 @@ import pytest
 from batonlm.core.request import attempt, request_state
 from batonlm.core.request.attempt import ChoiceTokens
 from batonlm.core.routing.failures import Quarantine
+from batonlm.core.scheduler.sequence import Sequence
+from batonlm.decode.service import DecodeService
+from batonlm.decode.sessions import RouterSession
 from batonlm.router.request.texts import ChoiceOutput
 from batonlm.router.workers.clients import PrefillClient
 from batonlm.router.workers.decode_session import DecodeSession
 from batonlm.router.workers.fleet import Worker
-from tests.sim import schedule
+from tests.sim import routers, schedule
 
 FIRST = int(os.environ.get("BATON_SIM_SEED", "0"))
 PATIENCE = 400
 """Schedules within which a planted bug must be found."""
 
 
-def reports(seeds: range, *, restless: bool = False) -> Iterator[schedule.Report]:
+def reports(
+    seeds: range, run: Callable[[int], schedule.Report] = schedule.run
+) -> Iterator[schedule.Report]:
     """Of schedules without violations. A process a core: each schedule has its own world."""
-    run = partial(schedule.run, restless=restless)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as processes:
         for report in processes.map(run, seeds, chunksize=25):
             assert not report.violations, f"BATON_SIM_SEED={report.seed}: {report.violations}"
@@ -51,10 +55,19 @@ def run_all(seeds: range) -> tuple[int, int]:
 @pytest.mark.deep
 def test_schedules_in_which_sequences_move_all_the_time() -> None:
     moves: Counter[str] = Counter()
-    for report in reports(range(FIRST, FIRST + 240), restless=True):
+    for report in reports(range(FIRST, FIRST + 240), partial(schedule.run, restless=True)):
         moves += report.moves
     assert moves["moved"] > 240
     assert moves["returned"] > 4, "a few did not arrive"
+
+
+@pytest.mark.deep
+def test_routers_that_are_killed_and_cut_off() -> None:
+    adoptions: Counter[str] = Counter()
+    for report in reports(range(FIRST, FIRST + 300), routers.run):
+        adoptions += report.moves
+    assert adoptions["adopted"] > 80
+    assert adoptions["none"] > 20 and adoptions["failed"] > 4, "not all can be adopted"
 
 
 @pytest.mark.deep
@@ -173,6 +186,38 @@ def never_give_places_back() -> AbstractContextManager[Any]:
 def test_a_planted_bug_is_found(plant: Plant) -> None:
     with plant():
         assert any(schedule.run(seed).violations for seed in _seeds())
+
+
+def never_expire() -> AbstractContextManager[Any]:
+    return mock.patch.object(DecodeService, "_drop_orphans", lambda service, now: None)
+
+
+def leave_it_with_the_old_router() -> AbstractContextManager[Any]:
+    """Of an adopted sequence its former session still has the log."""
+    return mock.patch.object(RouterSession, "forget", lambda session, key: None)
+
+
+def lose_the_newest_token() -> AbstractContextManager[Any]:
+    """Whoever adopts a sequence does not get it, and nobody notices."""
+    tokens_from = Sequence.tokens_from
+
+    def careless(sequence: Sequence, position: int) -> ChoiceTokens | None:
+        tokens = tokens_from(sequence, position)
+        if tokens is None or position or len(tokens.token_ids) < 2:
+            return tokens
+        ids = [*tokens.token_ids]
+        return tokens._replace(token_ids=(*ids[:-2], ids[-1], ids[-1]))
+
+    return mock.patch.object(Sequence, "tokens_from", careless)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "plant", [never_expire, leave_it_with_the_old_router, lose_the_newest_token]
+)
+def test_a_bug_in_adopting_is_found(plant: Plant) -> None:
+    with plant():
+        assert any(routers.run(seed).violations for seed in _seeds())
 
 
 def _seeds() -> Iterator[int]:

@@ -41,6 +41,7 @@ from tests.sim.kv import KvNetwork, SimReceiver, SimSender
 NUM_BLOCKS = 64
 HANDOVER_S = 20.0
 RESUME_S = 1.2
+ORPHAN_S = 2.0
 
 
 @dataclass
@@ -110,7 +111,7 @@ def start_prefill(host: Host, kv: KvNetwork, step_s: float) -> Worker:
     identity = WorkerIdentity("prefill", new_instance_id(), host.address)
     servicer = PrefillServicer(service, identity.instance_id)
     prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, host.handlers)
-    _watch_engine(host, identity, engine, lambda: service.state)
+    _watch_engine(host, identity, engine, service)
     return Worker(lambda: _held(engine, service), service.drain, loop.idle_check)
 
 
@@ -131,17 +132,18 @@ def start_decode(host: Host, kv: KvNetwork, step_s: float) -> Worker:
         GrammarBook(None),
         handover_timeout_s=HANDOVER_S,
         resume_window_s=RESUME_S,
+        orphan_s=ORPHAN_S,
         tracer=host.tracer,
     )
     made.append(service)
     identity = WorkerIdentity("decode", new_instance_id(), host.address)
     servicer = DecodeServicer(service, engine, identity)
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, host.handlers)
-    _watch_engine(host, identity, engine, lambda: service.state)
+    _watch_engine(host, identity, engine, service)
 
     def held() -> dict[str, int]:
         logs = sum(len(session.keys) for session in service.sessions.values())
-        return {**_held(engine, service), "logs": logs}
+        return {**_held(engine, service), "logs": logs, "orphans": service.num_orphans}
 
     return Worker(held, service.drain, loop.idle_check)
 
@@ -161,12 +163,12 @@ def vocabulary() -> Vocabulary:
 
 
 def _watch_engine(
-    host: Host, identity: WorkerIdentity, engine: Any, state: Callable[[], WorkerState]
+    host: Host, identity: WorkerIdentity, engine: Any, service: PrefillService | DecodeService
 ) -> None:
     def load() -> WorkerLoad:
         now = engine.load
         return WorkerLoad(
-            state(),
+            service.state,
             now.waiting_sequences,
             now.waiting_tokens,
             now.running_sequences,
@@ -174,6 +176,7 @@ def _watch_engine(
             round(engine.step_age_s * 1e6),
             round(engine.step_predicted_s * 1e6),
             speed=WorkerSpeed(prefill_step_tokens=64),
+            orphans=service.orphans,
         )
 
     _watched(host, describe(engine.loop.runner, identity, ("sim",), 16), load)
