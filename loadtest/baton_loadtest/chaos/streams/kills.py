@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from baton_loadtest.chaos.streams.fleet import OF_EACH, ROLES, WORKER_ROLES, Fleet, fleet, hits
 from baton_loadtest.chaos.streams.load import (
@@ -92,7 +92,15 @@ def _steady(answers: list[Answer]) -> list[float]:
 class Killer:
     """Kills processes. kills: by role. down: seconds for which each process was missing."""
 
-    def __init__(self, running: Fleet, victims: Iterator[str], most_down: int) -> None:
+    def __init__(
+        self,
+        running: Fleet,
+        victims: Iterator[str],
+        most_down: int,
+        before: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """before: awaited with the name of a process that is about to be killed."""
+        self._before = before
         self.kills: Counter[str] = Counter()
         self.down: list[float] = []
         self._running = running
@@ -130,6 +138,8 @@ class Killer:
     async def _kill(self, name: str, role: str) -> None:
         began = time.monotonic()
         try:
+            if self._before is not None:
+                await self._before(name)
             # Others are down, so a router counts all workers at hardly any time.
             await self._running.back(self._running.signal(name, signal.SIGKILL), whole=False)
         finally:

@@ -16,7 +16,9 @@ import asyncio
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,6 +50,7 @@ from baton_loadtest.chaos.streams.load import (
 from baton_loadtest.chaos.world import Broken
 from baton_loadtest.launch import say
 from baton_loadtest.report import Result, at_most, compared, quantile
+from batonlm.cli.http_client import total
 from batonlm.core.admission.api_keys import KeyBook, TenantLimits, render
 
 FREE_GOAL_S = 3.0
@@ -59,6 +62,30 @@ def measure(args: argparse.Namespace) -> list[Result]:
     release their resources."""
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_measure(args, Path(folder, "keys.json")))
+
+
+class Adoptions:
+    """What became of the choices of streams that went on at another router, over all processes of
+    routers."""
+
+    def __init__(self, running: Fleet) -> None:
+        self._running = running
+        self._counts: Counter[str] = Counter()
+
+    async def count(self, name: str) -> None:
+        """Adds what a router has counted, before it is killed or at the end."""
+        if self._running.spec(name).role != "router":
+            return
+        # A router that does not serve yet has counted nothing.
+        with suppress(OSError):
+            found = await self._running.metrics(name)
+            for outcome in ("adopted", "none", "failed"):
+                count = total(found, "baton_adoptions_total", f'outcome="{outcome}"')
+                self._counts[outcome] += round(count)
+
+    def share(self) -> Result:
+        adopted, looked_for = self._counts["adopted"], self._counts.total()
+        return compared("choices that were adopted where they ran", adopted, "", looked_for)
 
 
 @dataclass(slots=True)
@@ -84,9 +111,12 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         say(f"{len(wanted)} streams undisturbed")
         reference = await Load(stub, wanted, args.concurrency).once()
         say("and with kills")
-        killer = Killer(running, victims(args.seed, mortal), args.down)
+        adoptions = Adoptions(running)
+        killer = Killer(running, victims(args.seed, mortal), args.down, adoptions.count)
         answers = await killer.amid(Load(stub, wanted, args.concurrency, follow_on))
         await running.whole()
+        for name in running.names("router"):
+            await adoptions.count(name)
         say("the same ids, shown by another tenant")
         refused = sum(
             [await _is_refused(stranger, *pair) for pair in zip(wanted, answers, strict=True)]
@@ -110,6 +140,7 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         ),
         Result("streams that lost their router", len(gaps), ""),
         Result("of these, more than once", sum(len(a.losses) > 1 for a in answers), ""),
+        adoptions.share(),
         Result("resume gap, p50", quantile(gaps, 0.5), "s"),
         at_most("resume gap, p99", quantile(gaps, 0.99), "s", RESUME_GOAL_S),
         Result("resume gap, longest", quantile(gaps, 1.0), "s"),
