@@ -125,10 +125,11 @@ def test_a_choice_is_adopted_with_all_its_tokens() -> None:
     assert (adopted.attempt.choices, other.attempt.choices) == ((1,), (0,))
     assert adopted.attempt.token_ids == PROMPT
     request_state.placed(0, {Phase.DECODE})
-    assert adopted.state is AttemptState.MOVING
+    states = [adopted.state]
     request_state.kv_complete(0)
     request_state.tokens(Phase.DECODE, ChoiceTokens(SequenceKey("r", 1, 0), 0, (10, 11, 12)))
-    assert adopted.state is AttemptState.DECODING
+    states.append(adopted.state)
+    assert states == [AttemptState.MOVING, AttemptState.DECODING]
     assert request_state.logs[1].token_ids() == (10, 11, 12)
     assert not request_state.next_attempts()
 

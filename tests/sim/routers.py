@@ -68,7 +68,9 @@ class Router:
         self.fleet.start()
         now = asyncio.get_running_loop().time()
         rebalancer = Rebalancer(self.config.rebalancing, identity.instance_id, now)
-        self._moving = asyncio.ensure_future(Migrator(self.fleet, _metrics(), rebalancer).run())
+        dispatcher = self.pipeline.gate.dispatcher
+        migrator = Migrator(self.fleet, _metrics(), rebalancer, lambda: dispatcher.newcomer)
+        self._moving = asyncio.ensure_future(migrator.run())
 
     def restore(self) -> None:
         self.host.release(reset=False)
