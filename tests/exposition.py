@@ -90,6 +90,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
     },
     # Names of the file of API keys, at most `MAX_TENANTS`, and one for all others.
     "tenant": re.compile(_NAME.pattern + r"|\(other\)"),
+    "tier": {"host", "disk", "store"},
     "version": re.compile(r"[0-9][\w.+]*"),
     # vLLM's: of what a worker is.
     "finished_reason": {reason.name.lower() for reason in FinishReason},
