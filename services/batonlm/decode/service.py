@@ -530,14 +530,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
             else:
                 grammar = await self._grammars.compiled(running.attempt.grammar)
             computes = (running.resumes or running.source or running.adopts) is None
-            if self._tiers is not None and computes:
-                await self._tiers.restore(running.attempt)
-            if running.prefix_sender is not None:
-                about = named(key.request_id, running.trace_id)
-                running.prefix_collected = await self._prefixes.collect(
-                    running.attempt, running.prefix_sender, about
-                )
             if computes:
+                running.prefix_collected = await self._bring_prefix(
+                    running.attempt, running.prefix_sender, running.trace_id
+                )
                 attempt, limit = running.remaining(), running.max_unconfirmed
                 await self._engine.call(
                     lambda loop: loop.scheduler.add(

@@ -224,7 +224,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
                 if handover_id:
                     self._offer(running, handover_id, decode_instance_id)
                 if running.prefix_sender is not None or self._tiers is not None:
-                    await self._bring_prefix(running)
+                    await self._bring_unless_over(running)
                 grammar = await self._grammars.compiled(attempt.grammar)
                 if running.over:
                     # Its blocks were freed already; those that it got now would stay.
@@ -251,17 +251,14 @@ class PrefillService(AttemptService[PrefillAttempt]):
             self._meter.made(running.router, attempt, len(attempt.choices))
         return first
 
-    async def _bring_prefix(self, running: PrefillAttempt) -> None:
-        """Brings the beginning of its input into the cache, from tiers and then from another
-        worker. Returns when it has come, as far as it does, or when the attempt is ended early."""
+    async def _bring_unless_over(self, running: PrefillAttempt) -> None:
+        """Returns when the beginning of its input has come into the prefix cache, as far as it
+        does, or when the attempt is ended early."""
 
         async def bring() -> None:
-            if self._tiers is not None:
-                await self._tiers.restore(running.attempt)
-            if (sender := running.prefix_sender) is not None:
-                about = named(running.attempt.request_id, running.span.context.trace_id)
-                collected = await self._prefixes.collect(running.attempt, sender, about)
-                running.prefix_collected = collected
+            running.prefix_collected = await self._bring_prefix(
+                running.attempt, running.prefix_sender, running.span.context.trace_id
+            )
 
         collecting = self._spawn(bring())
         either: tuple[asyncio.Future[Any], ...] = (collecting, running.first)

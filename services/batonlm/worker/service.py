@@ -11,15 +11,18 @@ from typing import Generic, TypeVar
 from batonlm.core.admission.tenant_budgets import UseMeter
 from batonlm.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
 from batonlm.core.request.attempt import Attempt, AttemptKey
+from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import TenantUse, WorkerState
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.engine.thread import EngineThread
 from batonlm.grammar.book import GrammarBook
 from batonlm.rpc import metrics
+from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import Tracer
 from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender
+from batonlm.v1.types_pb2 import PrefixCollected
 from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
@@ -125,6 +128,17 @@ class AttemptService(ABC, Generic[AttemptT]):
     @abstractmethod
     def _is_empty(self) -> bool:
         """Whether no other process waits for anything here."""
+
+    async def _bring_prefix(
+        self, attempt: Attempt, sender: WorkerIdentity | None, trace_id: str
+    ) -> PrefixCollected | None:
+        """Brings the beginning of an attempt's input into the prefix cache, from tiers and then
+        from the sender's cache, if one is named. Returns what came from there."""
+        if self._tiers is not None:
+            await self._tiers.restore(attempt)
+        if sender is None:
+            return None
+        return await self._prefixes.collect(attempt, sender, named(attempt.request_id, trace_id))
 
     def _note_drained(self) -> None:
         if self._draining and self._is_empty():

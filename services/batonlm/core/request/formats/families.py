@@ -39,6 +39,25 @@ _QWEN_TEXT = TaggedText(
     end="</function>\n</tool_call>",
 )
 
+
+def _glm(between: str) -> CallFormat:
+    """between: what stands between name, keys, values and calls."""
+    text = TaggedText(
+        name=("", between),
+        key=("<arg_key>", "</arg_key>"),
+        value=(f"{between}<arg_value>", "</arg_value>"),
+        after_value=between,
+        end="</tool_call>",
+    )
+    return CallFormat(
+        (Layout(text, call="<tool_call>", between=between),),
+        markers=(
+            *("<tool_call>", "</tool_call>"),
+            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
+    )
+
+
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
     # <tool_call>{"name": …, "arguments": {…}}</tool_call>
     "hermes": CallFormat(
@@ -97,44 +116,9 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
         markers=("<tool_call>", "</tool_call>"),
     ),
     # <tool_call>f <arg_key>a</arg_key> <arg_value>…</arg_value> </tool_call>
-    "glm45": CallFormat(
-        (
-            Layout(
-                TaggedText(
-                    name=("", "\n"),
-                    key=("<arg_key>", "</arg_key>"),
-                    value=("\n<arg_value>", "</arg_value>"),
-                    after_value="\n",
-                    end="</tool_call>",
-                ),
-                call="<tool_call>",
-                between="\n",
-            ),
-        ),
-        markers=(
-            *("<tool_call>", "</tool_call>"),
-            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        ),
-    ),
+    "glm45": _glm("\n"),
     # The same without line breaks.
-    "glm47": CallFormat(
-        (
-            Layout(
-                TaggedText(
-                    name=("", ""),
-                    key=("<arg_key>", "</arg_key>"),
-                    value=("<arg_value>", "</arg_value>"),
-                    after_value="",
-                    end="</tool_call>",
-                ),
-                call="<tool_call>",
-            ),
-        ),
-        markers=(
-            *("<tool_call>", "</tool_call>"),
-            *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        ),
-    ),
+    "glm47": _glm(""),
     # <minimax:tool_call><invoke name="f"><parameter name="a">…</parameter></invoke>…
     "minimax_m2": CallFormat(
         (

@@ -150,11 +150,15 @@ def python_value(text: AnswerText, emit: Emit, depth: int = 0) -> Reading[None]:
             raise Malformed
         yield from _py_collection(text, emit, _PY_CLOSING[text.step()], depth)
     else:
-        word = yield from text.word(_PY_WORD, MAX_WORD)
-        written = _PY_WORDS.get(word, word)
-        if not _SCALAR.fullmatch(written):
-            raise Malformed(word)
-        emit(written)
+        yield from _py_scalar(text, emit)
+
+
+def _py_scalar(text: AnswerText, emit: Emit) -> Reading[None]:
+    word = yield from text.word(_PY_WORD, MAX_WORD)
+    written = _PY_WORDS.get(word, word)
+    if not _SCALAR.fullmatch(written):
+        raise Malformed(word)
+    emit(written)
 
 
 def _py_collection(text: AnswerText, emit: Emit, closing: str, depth: int) -> Reading[None]:
@@ -248,11 +252,7 @@ class QuotedValues:
                 raise Malformed
             yield from self._container(text, emit, _PY_CLOSING[text.step()], depth)
         else:
-            word = yield from text.word(_PY_WORD, MAX_WORD)
-            written = _PY_WORDS.get(word, word)
-            if not _SCALAR.fullmatch(written):
-                raise Malformed(word)
-            emit(written)
+            yield from _py_scalar(text, emit)
 
     def _string(self, text: AnswerText, emit: Emit) -> Reading[None]:
         emit('"')

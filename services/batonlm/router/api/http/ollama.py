@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError, InvalidArgument, model_not_found
+from batonlm.core.errors import InvalidArgument, model_not_found
 from batonlm.core.request.model import ModelDescription, ModelTask
 from batonlm.core.request.request import (
     Accepted,
@@ -44,7 +44,7 @@ from batonlm.core.request.validation import MAX_CALLS_PER_MESSAGE, wrong
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter, call_arguments
 from batonlm.router.api.http.body import Bodies, while_connected
-from batonlm.router.api.http.generation import Generation
+from batonlm.router.api.http.generation import Generation, worded
 from batonlm.router.api.http.parse import GenerationCall, tool_of
 from batonlm.router.api.http.responses import (
     Failure,
@@ -510,12 +510,10 @@ class OllamaGeneration(Generation):
         self, call: GenerationCall, request: Request, holding: Holding, send: Send
     ) -> None:
         probe = Request(TextPrompt("."), model=request.model, max_tokens=1)
-        try:
+        with worded(call):
             stream = await self.pipeline.open(probe.of(request.tenant, request.trace), holding)
             async with aclosing(stream):
                 accepted = await anext(stream)
-        except BatonError as error:
-            raise in_client_words(error, call.names) from error
         assert isinstance(accepted, Accepted)
         answer = self.answer(call, [accepted], int(time.time()))
         assert isinstance(answer, OllamaAnswer)
