@@ -35,6 +35,20 @@ class Batch:
         """The next token of all, from those that are known at first, then still to come."""
         return self._plan(self._next_tokens(len(self.lengths)))
 
+    def drafted(self, count: int) -> StepPlan:
+        """`count` drafts behind a token of every sequence. All are made up, and each sequence goes
+        on by one position, so that every such step has as much to do."""
+        self.position += 1
+        tokens = range(4, 5 + count)
+        chunks = []
+        for i, first in enumerate(self.lengths):
+            chunk = self._chunk(i, tokens, first, sampled=True)
+            (row,) = chunk.samples
+            rows = tuple(row._replace(position=row.position + j) for j in range(1 + count))
+            chunks.append(chunk._replace(samples=rows, num_drafts=count))
+            self.lengths[i] += 1
+        return self._plan(chunks)
+
     def mixed(self, sequence: int, tokens: Sequence[int]) -> StepPlan:
         """The next token of all sequences before this one, and the next part of its prompt."""
         first = self.lengths[sequence]
@@ -69,9 +83,11 @@ def run(
     plans: int,
     make: Callable[[], StepPlan],
     around: Callable[[Callable[[], None]], None] = lambda submit: submit(),
+    depth: int | None = None,
 ) -> list[list[int]]:
-    """Tokens of each step, with up to runner.depth steps submitted. around: called with each
-    submission, which it has to do."""
+    """Tokens of each step, with up to `depth` steps submitted, by default the runner's. around:
+    called with each submission, which it has to do."""
+    depth = depth or runner.depth
     waiting = 0
     made: list[list[int]] = []
 
@@ -82,7 +98,7 @@ def run(
         plan = make()
         around(lambda plan=plan: runner.submit(plan))  # type: ignore[misc]
         waiting += 1
-        if waiting == runner.depth:
+        if waiting == depth:
             collect()
             waiting -= 1
     for _ in range(waiting):

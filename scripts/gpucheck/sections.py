@@ -194,6 +194,14 @@ SECTIONS = (
         together=True,
     ),
     Section(
+        "drafts",
+        "B",
+        "gpucheck.speed:drafts",
+        "steps with 3 and 7 drafts a sequence, with and without CUDA graphs",
+        expected_s=50,
+        limit_s=180,
+    ),
+    Section(
         "large batches",
         "C",
         "gpucheck.speed:large_batches",

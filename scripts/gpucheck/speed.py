@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,31 @@ def mixed(check: Check) -> Iterator[Result]:
         yield Result(f"step of {batch} rows and {part} tokens of a prompt", step * 1e3, "ms")
         done = prefill_flops(s.shape, part, part) + 2 * batch * s.shape.step_weights
         yield check.speed("mixed step, operations", done / step, "FLOP/s", MATMUL)
+
+
+def drafts(check: Check) -> Iterator[Result]:
+    """Steps with drafts, recorded as CUDA graphs and not: how much longer they take than the step
+    without. No such step is planned ahead, because what it computes is not known before the one
+    before it is collected."""
+    s = sizes(check)
+    batches, counts = ((1, 8), (3, 7)) if check.on_gpu else ((1,), (3,))
+    rows = max(batches) * (1 + max(counts))
+    recorded: dict[str, float] = {}
+    for graphs in (True, False):
+        with model(check, s, sequences=rows, longest=s.context, graphs=graphs) as runner:
+            for batch in batches:
+                filled, _ = fill(check, runner, s, batch, s.prompt)
+                alone_ms = _times(check, runner, s, filled, GREEDY).step_s * 1e3
+                if graphs:
+                    yield Result(f"step without drafts, batch {batch}", alone_ms, "ms")
+                for count in counts:
+                    name = f"step with {count} drafts each, batch {batch}"
+                    step_ms = _times(check, runner, s, filled, GREEDY, count).step_s * 1e3
+                    if graphs:
+                        recorded[name] = step_ms
+                        yield compared(name, step_ms, "ms", alone_ms)
+                    else:
+                        yield compared(f"{name}, no graphs", step_ms, "ms", recorded[name])
 
 
 def lora(check: Check) -> Iterator[Result]:
@@ -392,11 +418,21 @@ class _Measured:
 
 
 def _times(
-    check: Check, runner: ModelRunner, s: Sizes, filled: Batch, params: SamplingParams
+    check: Check,
+    runner: ModelRunner,
+    s: Sizes,
+    filled: Batch,
+    params: SamplingParams,
+    drafts: int = 0,
 ) -> _Measured:
+    """drafts: of each sequence in a step."""
     here = replace(filled, lengths=list(filled.lengths), known=dict(filled.known), params=params)
     times = _Times(check)
-    drive(runner, s.warm + s.steps, here.decode, times.around)
+    if drafts:
+        plan = partial(here.drafted, drafts)
+        drive(runner, s.warm + s.steps, plan, times.around, depth=1)
+    else:
+        drive(runner, s.warm + s.steps, here.decode, times.around)
     return _Measured(times.step_s(s.warm), times.gap_s(s.warm), median(times.host_s[s.warm :]))
 
 

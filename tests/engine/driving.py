@@ -81,9 +81,10 @@ def verify(
     *,
     params: SamplingParams = GREEDY,
     seed: int = 1,
+    most: int = 5,
 ) -> tuple[list[list[int]], int]:
-    """All sequences at once, with up to five drafts a step from what is likely, one in six of them
-    another token. Returns as many tokens as are likely, and in how many steps they came."""
+    """All sequences at once, with up to `most` drafts a step from what is likely, one in six of
+    them another token. Returns as many tokens as are likely, and in how many steps they came."""
     numbers = random.Random(seed)
     texts = [list(prompt) for prompt in prompts]
     done = [0] * len(texts)
@@ -97,7 +98,7 @@ def verify(
             position = len(text) - len(prompts[i])
             drafts = [
                 token if numbers.randrange(6) else numbers.randrange(4, 500)
-                for token in likely[i][position : position + numbers.randrange(6)]
+                for token in likely[i][position : position + numbers.randrange(most + 1)]
             ]
             rows = [SampleRow(i, 0, position, params, (), tuple(text), len(prompts[i]))]
             rows += [SampleRow(i, 0, position + 1 + j, params) for j in range(len(drafts))]

@@ -75,9 +75,13 @@ class Paged:
     """A case's sequences, the same for every instance. Unwritten memory holds NaN, so that reading
     any of it shows."""
 
-    def __init__(self, case: Case, device: str, *, exact: bool, shift: int = 0):
-        """shift: moves all block tables, so that two instances lay sequences out otherwise."""
+    def __init__(
+        self, case: Case, device: str, *, exact: bool, shift: int = 0, drafts: bool = False
+    ):
+        """shift: moves all block tables, so that two instances lay sequences out otherwise. drafts:
+        whether all positions of a step but a sequence's first are drafts."""
         self.case = case
+        self._drafts = drafts
         self.device = torch.device(device)
         latent_size = case.value_size if case.latent else 0
         shape = AttentionShape(
@@ -136,7 +140,10 @@ class Paged:
         for i, end in ends.items():
             sequence = self.sequences[i]
             own = slice(sequence.done, end)
-            chunks.append(Chunk(i, [1] * (end - sequence.done), sequence.done, sequence.extents))
+            count = end - sequence.done
+            drafts = count - 1 if self._drafts else 0
+            chunk = Chunk(i, [1] * count, sequence.done, sequence.extents, num_drafts=drafts)
+            chunks.append(chunk)
             parts.append([t[:, own] for t in (sequence.query, sequence.key, sequence.value)])
         context = self.backend.begin(StepPlan(0, tuple(chunks))).context
         assert context is not None

@@ -321,6 +321,16 @@ def test_recorded_steps_give_the_tokens_of_others(
         alone = [runner.forward(StepPlan(0, (decode(0, which),))).clone() for which in range(3)]
         some = tuple(decode(sequence, which) for sequence, which in enumerate((2, 0, 1)))
         mixed = runner.forward(StepPlan(0, some)).clone()
+        # A sequence with drafts has an adapter's rows side by side.
+        replays = recorder.replays[3]
+        rows = (SampleRow(0, 0, 0, GREEDY),) * 3
+        chunk = Chunk(0, [7, 8, 9], 0, tables[0], rows, adapter=digests[2], num_drafts=2)
+        drafted = StepPlan(0, (chunk, decode(1, 1)))
+        recorded = runner.forward(drafted).clone()
+        assert recorder.replays[3] == replays + 1
+        runner._adapted_graphs = None
+        torch.testing.assert_close(recorded, runner.forward(drafted))
     assert len({str(row.tolist()) for row in alone}) == 3
     torch.testing.assert_close(mixed, torch.cat([alone[2], alone[0], alone[1]]))
+    torch.testing.assert_close(recorded[[0, 3]], torch.cat([alone[2], alone[1]]))
     runner.close()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from batonlm.engine.attention.interface import ForwardPass
 from batonlm.engine.config import EngineConfig
@@ -31,7 +32,7 @@ from batonlm.engine.graphs import (
 from batonlm.engine.loader import run_network
 from batonlm.engine.runner import TorchRunner
 from tests.engine.devices import CUDA, INTERPRETER
-from tests.engine.driving import GREEDY, generate, random_prompts, scattered
+from tests.engine.driving import GREEDY, generate, random_prompts, scattered, verify
 
 pytest.importorskip("triton")
 
@@ -121,29 +122,95 @@ def test_recorded_steps_give_the_tokens_of_others(runner: TorchRunner, recorder:
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("drafts", [(3,), (0, 1), (1, 1), (2, 0)])
+def test_steps_with_drafts_are_recorded_ones(
+    runner: TorchRunner, recorder: Recorder, drafts: tuple[int, ...]
+) -> None:
+    """Whichever sequences have them: the logits are those of a step that is not recorded, and their
+    best tokens those of steps without drafts."""
+    texts = random_prompts((5, 17), 1000)[: len(drafts)]
+    tables = scattered(len(drafts), 4)
+    likely = generate(runner, texts, tables, 5)
+    chunks = []
+    for i, (text, count) in enumerate(zip(texts, drafts, strict=True)):
+        rows = tuple(SampleRow(i, 0, 1 + j, GREEDY) for j in range(1 + count))
+        tokens = likely[i][: 1 + count]
+        chunks.append(Chunk(i, tokens, len(text), tables[i], rows, num_drafts=count))
+    plan = StepPlan(0, tuple(chunks))
+    replays, graphs = sum(recorder.replays), runner._graphs
+    with torch.inference_mode():
+        got = runner.forward(plan).clone()
+        assert sum(recorder.replays) == replays + 1
+        runner._graphs = None
+        wanted = runner.forward(plan)
+    runner._graphs = graphs
+    best = [likely[i][1 + j] for i, count in enumerate(drafts) for j in range(1 + count)]
+    assert got.argmax(1).tolist() == best
+    if runner.on_device:
+        # Products of other numbers of rows may end in other bits there.
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("count", "most", "params"),
+    [(1, 3, SamplingParams(temperature=0.9, top_k=20, seed=3)), (2, 1, GREEDY)],
+)
+def test_drafts_change_no_token(
+    runner: TorchRunner, recorder: Recorder, count: int, most: int, params: SamplingParams
+) -> None:
+    texts, tables = random_prompts((9, 20), 1000)[:count], scattered(count, 4)
+    wanted = generate(runner, texts, tables, 8, params=params)
+    replays = sum(recorder.replays)
+    got, steps = verify(runner, texts, tables, wanted, params=params, most=most)
+    assert got == wanted
+    assert steps < 8
+    # All but the prompts'.
+    assert sum(recorder.replays) == replays + steps - 1
+
+
+@pytest.mark.deep
+def test_more_drafts_than_are_recorded_run_as_usual(
+    runner: TorchRunner, recorder: Recorder
+) -> None:
+    texts, tables = random_prompts((9,), 1000), scattered(1, 4)
+    likely = generate(runner, texts, tables, MOST + 2)
+    drafts = likely[0][: MOST + 1]
+    rows = tuple(SampleRow(0, 0, 1 + j, GREEDY) for j in range(MOST + 1))
+    replays = list(recorder.replays)
+    runner.submit(StepPlan(0, (Chunk(0, drafts, 9, tables[0], rows, num_drafts=MOST),)))
+    assert [token.token_id for token in runner.collect().tokens] == likely[0][1:]
+    assert recorder.replays == replays
+
+
+@pytest.mark.deep
 def test_padding_leaves_every_block_alone(runner: TorchRunner, recorder: Recorder) -> None:
     memory = runner.memory
     texts = random_prompts((20, 21, 22), 1000)
     generate(runner, texts, scattered(3, 2), 1)
     before = torch.empty(memory.num_blocks, memory.block_bytes, dtype=torch.uint8)
     memory.blocks_out(0, memory.num_blocks, before)
-    chunks = tuple(
-        Chunk(i, [7], 20 + i, table, (SampleRow(i, 0, 1, GREEDY),))
-        for i, table in enumerate(scattered(3, 2))
-    )
-    runner.submit(StepPlan(9, chunks))
-    assert len(runner.collect().tokens) == 3
-    after = torch.empty_like(before)
-    memory.blocks_out(0, memory.num_blocks, after)
-    changed = (before != after).any(1).nonzero().flatten().tolist()
-    assert changed == sorted(table[1][0] for table in scattered(3, 2))
+    tables = scattered(3, 2)
+    row = SampleRow(0, 0, 1, GREEDY)
+    lone = [Chunk(i, [7], 20 + i, tables[i], (row._replace(sequence_id=i),)) for i in range(3)]
+    drafted = Chunk(0, [7, 8, 9], 20, tables[0], (row,) * 3, num_drafts=2)
+    for chunks, own in ((lone, tables), ([drafted], tables[:1])):
+        runner.submit(StepPlan(9, tuple(chunks)))
+        assert len(runner.collect().tokens) == 3
+        after = torch.empty_like(before)
+        memory.blocks_out(0, memory.num_blocks, after)
+        changed = (before != after).any(1).nonzero().flatten().tolist()
+        assert changed == sorted(table[1][0] for table in own)
+        before = after
 
 
 @pytest.mark.deep
 def test_pending_tokens_and_rows_without_samples(runner: TorchRunner, recorder: Recorder) -> None:
     texts = random_prompts((5, 6, 7), 1000)
     tables = scattered(3, 2)
-    wanted = generate(runner, texts, tables, 2)
+    wanted = generate(runner, texts, tables, 4)
     first = tuple(
         Chunk(i, text, 0, tables[i], (SampleRow(i, 0, 0, GREEDY),)) for i, text in enumerate(texts)
     )
@@ -163,8 +230,18 @@ def test_pending_tokens_and_rows_without_samples(runner: TorchRunner, recorder: 
     runner.submit(StepPlan(1, second))
     assert sum(recorder.replays) == replays + 1
     assert [[t.token_id] for t in runner.collect().tokens] == [text[:1] for text in wanted]
+    # A pending one behind a sequence with a draft.
+    rows = tuple(SampleRow(2, 0, position, GREEDY) for position in (2, 3))
+    third = (
+        Chunk(2, wanted[2][1:3], len(texts[2]) + 1, tables[2], rows, num_drafts=1),
+        Chunk(0, [PENDING], len(texts[0]) + 1, tables[0], (SampleRow(0, 0, 2, GREEDY),)),
+    )
+    runner.submit(StepPlan(2, third))
+    assert sum(recorder.replays) == replays + 2
     drawn = {token.sequence_id: token.token_id for token in runner.collect().tokens}
     assert drawn == {2: wanted[2][1], 0: wanted[0][1]}
+    drawn_last = [(token.sequence_id, token.token_id) for token in runner.collect().tokens]
+    assert drawn_last == [(2, wanted[2][2]), (2, wanted[2][3]), (0, wanted[0][2])]
 
 
 @pytest.mark.deep

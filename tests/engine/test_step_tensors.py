@@ -35,7 +35,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         blocks = draw(st.permutations(range(TRASH)))[: (first + count + 15) // 16 + 1]
         extents = tuple((block, 1) for block in blocks)
         tokens = draw(st.lists(st.integers(0, 999), min_size=count, max_size=count))
-        chunks.append(Chunk(i, tokens, first, extents, row(i) if draw(st.booleans()) else ()))
+        drafts = draw(st.sampled_from((0, count - 1)))
+        samples = row(i) * (drafts + 1) if draw(st.booleans()) else ()
+        chunks.append(Chunk(i, tokens, first, extents, samples, num_drafts=drafts))
     return StepPlan(0, tuple(chunks))
 
 
@@ -47,32 +49,34 @@ def table_of(tensors: StepTensors, chunk: int) -> list[int]:
 @pytest.mark.deep
 @given(plan=plans(), tile=st.sampled_from((1, 5, 16)))
 @settings(max_examples=100)
-def test_every_row_and_tile_is_its_chunks_own(plan: StepPlan, tile: int) -> None:
+def test_every_row_and_tile_is_its_spans_own(plan: StepPlan, tile: int) -> None:
     builder = StepBuilder(16, tile, CPU)
     for _ in range(2):
         tensors = builder.build(plan)
-    order = sorted(plan.chunks, key=lambda chunk: len(chunk.token_ids) > 1)
-    assert tensors.lone == sum(len(chunk.token_ids) == 1 for chunk in plan.chunks)
     assert tensors.token_ids[0].tolist() == [t for c in plan.chunks for t in c.token_ids]
-    first_rows, sampled, rows = {}, [], 0
+    sampled: list[int] = []
+    lone, whole, rows = [], [], 0
     for chunk in plan.chunks:
-        first_rows[chunk.sequence_id] = rows
-        rows += len(chunk.token_ids)
-        sampled += [rows - 1] if chunk.samples else []
-    assert tensors.sampled.tolist() == sampled
-    tiles = []
-    for at, chunk in enumerate(order):
-        first = first_rows[chunk.sequence_id]
-        own = slice(first, first + len(chunk.token_ids))
         positions = range(chunk.first_position, chunk.end_position)
+        if len(positions) == 1 or chunk.num_drafts:
+            lone += [(chunk, rows + i, range(p, p + 1)) for i, p in enumerate(positions)]
+        else:
+            whole.append((chunk, rows, positions))
+        rows += len(positions)
+        sampled += range(rows - 1 - chunk.num_drafts, rows) if chunk.samples else ()
+    assert tensors.sampled.tolist() == sampled
+    assert tensors.lone == len(lone)
+    tiles = []
+    for at, (chunk, first, positions) in enumerate(lone + whole):
+        own = slice(first, first + len(positions))
         blocks = expand(chunk.extents)
         assert int(tensors.first_rows[at]) == first
-        assert int(tensors.first_positions[at]) == chunk.first_position
-        assert int(tensors.ends[at]) == chunk.end_position
-        assert table_of(tensors, at) == blocks[: -(-chunk.end_position // 16)]
+        assert int(tensors.first_positions[at]) == positions.start
+        assert int(tensors.ends[at]) == positions.stop
+        assert table_of(tensors, at) == blocks[: -(-positions.stop // 16)]
         assert tensors.positions[0, own].tolist() == list(positions)
         assert tensors.places[own].tolist() == [blocks[p // 16] * 16 + p % 16 for p in positions]
-        if len(chunk.token_ids) > 1:
+        if at >= len(lone):
             tiles += [(at, number) for number in {p // tile for p in positions}]
     assert sorted(map(tuple, tensors.tiles.tolist())) == sorted(tiles)
 
@@ -126,8 +130,31 @@ def test_decode_buffers_hold_a_plan_and_padding_at_the_same_addresses() -> None:
         assert all(table_of(tensors, i) == [TRASH] for i in range(len(ends), 4))
 
 
+def test_decode_buffers_have_a_row_for_each_draft() -> None:
+    buffers = DecodeBuffers(16, TRASH, 8, 4, CPU)
+    chunks = (
+        Chunk(0, [10, 20, 30], 15, ((8, 4),), row(0) * 3, num_drafts=2),
+        Chunk(1, [PENDING], 40, ((0, 4),), row(1)),
+        Chunk(2, [12, 22], 0, ((20, 1),), row(2) * 2, num_drafts=1),
+    )
+    tensors = buffers.fill(StepPlan(0, chunks), 8)
+    assert tensors.token_ids[0].tolist() == [10, 20, 30, PENDING, 12, 22, 0, 0]
+    positions = [15, 16, 17, 40, 0, 1, 0, 0]
+    assert tensors.positions[0].tolist() == tensors.first_positions.tolist() == positions
+    assert tensors.ends.tolist() == [position + 1 for position in positions]
+    places = [8 * 16 + 15, 9 * 16, 9 * 16 + 1, 2 * 16 + 8, 20 * 16, 20 * 16 + 1]
+    assert tensors.places.tolist() == [*places, TRASH * 16, TRASH * 16]
+    assert tensors.sampled.tolist() == tensors.first_rows.tolist() == list(range(8))
+    assert tensors.lone == 8
+    tables = [table_of(tensors, i) for i in range(8)]
+    assert tables == [[8], [8, 9], [8, 9], [0, 1, 2], [20], [20], [TRASH], [TRASH]]
+
+
 def test_decode_buffers_take_no_more_than_they_hold() -> None:
     buffers = DecodeBuffers(16, TRASH, 2, 2, CPU)
     for ends, rows in (([1, 1, 1], 2), ([1, 1, 1], 3), ([33], 1)):
         with pytest.raises(Internal):
             buffers.fill(decode_plan(ends), rows)
+    drafted = Chunk(0, [10, 20, 30], 0, ((8, 2),), row(0) * 3, num_drafts=2)
+    with pytest.raises(Internal):
+        buffers.fill(StepPlan(0, (drafted,)), 2)

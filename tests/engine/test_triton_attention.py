@@ -200,6 +200,15 @@ def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
+@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
+def test_drafts_have_the_bits_of_tokens_one_by_one(name: str, device: str) -> None:
+    """In the form that is not exact, too: they are computed as these are."""
+    case = replace(CASES[name], spans=((28, 36), (14, 15), (252, 260)))
+    drafted = Paged(case, device, exact=False, drafts=True).run([33])
+    assert equal(drafted, Paged(case, device, exact=False).run(range(15, 261)))
+
+
+@pytest.mark.parametrize("device", [INTERPRETER, CUDA])
 @pytest.mark.parametrize("window", [None, 300])
 def test_long_sequences_are_cut_into_larger_parts(
     device: str, window: int | None, monkeypatch: pytest.MonkeyPatch

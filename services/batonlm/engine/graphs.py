@@ -3,7 +3,11 @@
 A step in which every sequence computes one token runs the same kernels every time, on the same
 memory if its inputs are put where they were when it was recorded. So the host has one launch to do
 instead of hundreds. Steps are padded to the next recorded number of rows; padding works on a block
-that belongs to nobody. All else, prompts above all, runs as usual.
+that belongs to nobody.
+
+Nothing in a recording says which rows are of one sequence: each row has a position, and where its
+sequence's blocks are. So the same recordings serve steps with drafts, whichever sequences have how
+many of them, as far as all rows fit the largest. All else, prompts above all, runs as usual.
 """
 
 from __future__ import annotations
@@ -116,7 +120,7 @@ def cuda_recorder() -> Record:
 
 
 class DecodeGraphs:
-    """Steps of up to max_rows sequences, one token each."""
+    """Steps of up to max_rows tokens, of sequences that decode."""
 
     def __init__(
         self,
@@ -148,17 +152,22 @@ class DecodeGraphs:
         return DecodeGraphs(forward, self._fill, self._logits, self._record)
 
     def fits(self, plan: StepPlan) -> bool:
-        return len(plan.chunks) <= self._sizes[-1] and all(
-            len(chunk.token_ids) == 1 and chunk.scored is None for chunk in plan.chunks
+        return plan.num_tokens <= self._sizes[-1] and all(
+            chunk.decodes and chunk.scored is None for chunk in plan.chunks
         )
 
     def run(self, plan: StepPlan, last: LastTokens) -> torch.Tensor:
-        """A plan that fits: logits [chunks with samples, vocab], which hold until the next run."""
-        count = len(plan.chunks)
+        """A plan that fits: logits [wanted rows, vocab], which hold until the next run."""
+        count = plan.num_tokens
         rows = next(size for size in self._sizes if size >= count)
         last.fill(plan, self._fill(plan, rows).token_ids[0])
         self._replays[rows]()
-        sampled = [i for i, chunk in enumerate(plan.chunks) if chunk.samples]
+        sampled: list[int] = []
+        row = 0
+        for chunk in plan.chunks:
+            end = row + len(chunk.token_ids)
+            sampled += range(row, end) if chunk.samples else ()
+            row = end
         if len(sampled) == count:
             return self._logits[:count]
         return self._logits.index_select(0, upload(sampled, torch.int64, self._logits.device))

@@ -97,6 +97,11 @@ class Chunk(NamedTuple):
         return self.first_position + len(self.token_ids)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is one position of its sequence, alone or with drafts behind it."""
+        return len(self.token_ids) == 1 + self.num_drafts
+
+    @property
     def wanted(self) -> list[int]:
         """Positions, counted from the chunk's first one, whose logits are needed, in order."""
         rows = [] if self.scored is None else list(range(len(self.scored.tokens)))

@@ -116,10 +116,10 @@ class ForwardPass:
 
 
 Fill = Callable[[StepPlan, int], ForwardPass]
-"""(plan of one token a chunk, rows) -> the inputs of so many rows, each time in the same memory.
+"""(plan whose chunks all decode, rows) -> the inputs of so many rows, each time in the same memory.
 
-Chunk i is row i, what is behind the plan's chunks is padding, and every row is sampled. The device
-may still be at the step before: the change has its turn in the current stream.
+The plan's tokens are rows in their order, what is behind them is padding, and every row is sampled.
+The device may still be at the step before: the change has its turn in the current stream.
 """
 
 

@@ -1,6 +1,7 @@
 """The backend of GPUs: block-major KV memory and Triton kernels.
 
-Chunks of one token go to the decode kernel, all others to the prefill kernel.
+Chunks that decode go to the decode kernel, drafts too: each of their positions is a query of its
+own there. All others go to the prefill kernel.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class TritonBackend:
     """A Backend. A row's bits never depend on what else is in the batch.
 
     exact: nor on whether it was computed in a chunk or as a token of decode, for which chunks are
-    computed in decode's small tiles, slower. max_batch: most sequences of a recorded step, for
-    which memory is held.
+    computed in decode's small tiles, slower. max_batch: most rows of a recorded step, for which
+    memory is held.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class TritonBackend:
             )
         return output
 
-    def _parts(self, sequences: int) -> PartStates:
+    def _parts(self, queries: int) -> PartStates:
         per_head, size = self._per_head, self._value_size
         device = self.memory.device
-        return PartStates(sequences, self._groups, self._most_parts, per_head, size, device)
+        return PartStates(queries, self._groups, self._most_parts, per_head, size, device)
 
 
 class TritonStep:

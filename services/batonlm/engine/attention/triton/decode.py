@@ -1,4 +1,4 @@
-"""Paged attention of one query per sequence, split over a sequence's parts and merged after.
+"""Paged attention of single queries, each split over its sequence's parts and merged after.
 
 A decode step reads all KV of its sequences once and computes little, so that what counts is that
 all of a GPU reads: one sequence's parts go to several programs (flash decoding: Dao, Haziza, Massa,
@@ -6,7 +6,12 @@ Sizov, 2023). All query heads of a KV head make one tile, so that KV is read onc
 
 How a sequence is cut depends on its own length alone, and what a program makes of a part does not
 depend on which program it is: no result depends on the batch. Grids depend on the number of
-sequences only, so that a CUDA graph of a batch size serves all lengths.
+queries only, so that a CUDA graph of a batch size serves all lengths.
+
+A sequence with drafts has several queries, one a position. Each is computed as if it were alone, so
+with the bits that it has without drafts, and the same graphs serve it. All read the keys before
+them; their programs lie side by side in the grid, so that what one reads the others may find in the
+GPU's cache.
 """
 
 from __future__ import annotations
@@ -33,11 +38,11 @@ _UNROLLED = 4
 
 
 class PartStates:
-    """Memory for the states of all parts of a number of sequences."""
+    """Memory for the states of all parts of a number of queries."""
 
     def __init__(
         self,
-        sequences: int,
+        queries: int,
         groups: int,
         parts: int,
         per_head: int,
@@ -45,13 +50,13 @@ class PartStates:
         device: torch.device,
     ):
         """groups: of per_head query heads each, that one program computes."""
-        shape = (sequences, groups, parts, per_head)
+        shape = (queries, groups, parts, per_head)
         self.top = torch.empty(shape, dtype=torch.float32, device=device)
         self.total = torch.empty(shape, dtype=torch.float32, device=device)
         self.output = torch.empty((*shape, value_size), dtype=torch.float32, device=device)
 
 
-# Programs that fill any GPU several times over: a sequence gets as many as fit this.
+# Programs that fill any GPU several times over: a query gets as many as fit this.
 _PROGRAMS = 2048
 
 
@@ -65,11 +70,11 @@ def decode_attention(
     parts: PartStates,
     output: torch.Tensor,
 ) -> None:
-    """Writes the rows of the step's lone chunks to output, [T, heads, Dv] and contiguous.
+    """Writes the rows of the step's lone spans to output, [T, heads, Dv] and contiguous.
 
     query [heads, T, D], its last dimension contiguous. keys [blocks, kv_heads, block_size, D] and
     values [.., Dv]: one layer of block-major memory, see `BlockCache`; of latents,
-    values are a view of keys. parts: memory for at least as many sequences.
+    values are a view of keys. parts: memory for at least as many queries.
     """
     _, groups, most_parts, per_head = parts.top.shape
     programs = max(1, min(most_parts, _PROGRAMS // (tensors.lone * groups)))
@@ -153,12 +158,12 @@ def _decode(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ) -> None:
-    """Program (s, g, z): the states of parts z, z + programs, .. of sequence s, for group g of
-    query heads, of which every KV head has SPLIT."""
-    sequence = tl.program_id(0)
+    """Program (s, g, z): the states of parts z, z + programs, .. of what span s sees, for group g
+    of query heads, of which every KV head has SPLIT."""
+    span = tl.program_id(0)
     group = tl.program_id(1)
     kv_head = group // SPLIT
-    end = tl.load(ends + sequence)
+    end = tl.load(ends + span)
     first = first_seen(end - 1, WINDOW)
     size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
     first_part = first // size
@@ -167,15 +172,15 @@ def _decode(
         return
     row = tl.arange(0, ROWS)
     live = row < PER_HEAD
-    row_start = query + tl.load(first_rows + sequence).to(tl.int64) * query_row_stride
+    row_start = query + tl.load(first_rows + span).to(tl.int64) * query_row_stride
     heads = (group * PER_HEAD + row).to(tl.int64) * query_head_stride
     queries = load_queries(
         row_start, heads, live, KEY_SIZE, KEY_PADDED, VALUE_SIZE, VALUE_PADDED, LATENT
     )
     position = tl.zeros((ROWS,), tl.int32) + (end - 1)
-    table = tables + tl.load(table_starts + sequence)
+    table = tables + tl.load(table_starts + span)
     value_element = tl.arange(0, VALUE_PADDED)
-    base = (sequence * tl.num_programs(1) + group).to(tl.int64) * PARTS
+    base = (span * tl.num_programs(1) + group).to(tl.int64) * PARTS
     nothing = unseen(ROWS, VALUE_PADDED)
     for part in range(tl.program_id(2), count, tl.num_programs(2)):
         low = (first_part + part) * size
@@ -218,18 +223,18 @@ def _merge(
     SINKS: tl.constexpr,
     UNROLLED: tl.constexpr,
 ) -> None:
-    """Program (s, g): the output of sequence s and group g of query heads, its parts taken in
-    their order."""
-    sequence = tl.program_id(0)
+    """Program (s, g): the output of span s and group g of query heads, its parts taken in their
+    order."""
+    span = tl.program_id(0)
     group = tl.program_id(1)
-    end = tl.load(ends + sequence)
+    end = tl.load(ends + span)
     size = part_size(end - 1, POSITIONS, PARTS, WINDOW)
     count = (end - 1) // size + 1 - first_seen(end - 1, WINDOW) // size
     row = tl.arange(0, ROWS)
     live = row < PER_HEAD
     element = tl.arange(0, VALUE_PADDED)
     mask = live[:, None] & (element < VALUE_SIZE)[None, :]
-    base = (sequence * tl.num_programs(1) + group).to(tl.int64) * PARTS
+    base = (span * tl.num_programs(1) + group).to(tl.int64) * PARTS
     state = unseen(ROWS, VALUE_PADDED)
     for first in range(0, count, UNROLLED):
         # Unrolled, so that the loads of several parts are under way at once.
@@ -248,6 +253,6 @@ def _merge(
             state = fold(state, part)
     heads = group * PER_HEAD + row
     output = finish(state, sinks, heads, live, SINKS)
-    first_row = tl.load(first_rows + sequence).to(tl.int64)
+    first_row = tl.load(first_rows + span).to(tl.int64)
     spots = first_row * tl.num_programs(1) * PER_HEAD + heads
     tl.store(target + spots[:, None] * VALUE_SIZE + element[None, :], output, mask=mask)

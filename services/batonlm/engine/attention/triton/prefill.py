@@ -39,7 +39,7 @@ def prefill_attention(
     per_head: int,
     parts: int,
 ) -> None:
-    """Writes the rows of the step's other chunks to output; shapes as for `decode_attention`.
+    """Writes the rows of the step's other spans to output; shapes as for `decode_attention`.
 
     per_head: query heads of a tile, all that share a KV head or some of them. parts: 0, or the most
     parts a sequence is cut into when decode's bits are wanted; shape is then decode's.
@@ -116,16 +116,16 @@ def _prefill(
     rows go position by position, then by head."""
     group = tl.program_id(1)
     kv_head = group // SPLIT
-    chunk = tl.load(tiles + 2 * tl.program_id(0))
+    span = tl.load(tiles + 2 * tl.program_id(0))
     lowest = tl.load(tiles + 2 * tl.program_id(0) + 1) * POSITIONS
-    first_position = tl.load(first_positions + chunk)
-    end = tl.load(ends + chunk)
-    table = tables + tl.load(table_starts + chunk)
+    first_position = tl.load(first_positions + span)
+    end = tl.load(ends + span)
+    table = tables + tl.load(table_starts + span)
     row = tl.arange(0, ROWS)
     position = lowest + row // PER_HEAD
     live = (row < POSITIONS * PER_HEAD) & (position >= first_position) & (position < end)
     head = group * PER_HEAD + row % PER_HEAD
-    batch_row = (tl.load(first_rows + chunk) + position - first_position).to(tl.int64)
+    batch_row = (tl.load(first_rows + span) + position - first_position).to(tl.int64)
     spots = batch_row * query_row_stride + head.to(tl.int64) * query_head_stride
     queries = load_queries(
         query, spots, live, KEY_SIZE, KEY_PADDED, VALUE_SIZE, VALUE_PADDED, LATENT

@@ -13,18 +13,20 @@ import torch
 
 from batonlm.core.errors import Internal
 from batonlm.core.kvcache.block_pool import Extents
-from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.core.scheduler.plan import StepPlan
 from batonlm.engine.kv.cache import block_ids, places_of
 
 _ALIGNED = 16
 """Bytes, where each tensor begins."""
+_BY_SPAN = "first_rows", "first_positions", "ends", "table_starts"
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     """One step. Chunks stand in the batch in the plan's order, one row per token.
 
-    The four tensors by chunk hold the chunks of one token first, then the others.
+    Four tensors are by span: each position of a chunk that decodes is one, drafts too, and they
+    come first; then each other chunk as a whole.
     """
 
     token_ids: torch.Tensor
@@ -36,19 +38,19 @@ class StepTensors:
     places: torch.Tensor
     """int32 [T], where each row's KV goes."""
     first_rows: torch.Tensor
-    """int32 [C], each chunk's first row."""
+    """int32 [C], each span's first row."""
     first_positions: torch.Tensor
-    """int32 [C], each chunk's first position."""
+    """int32 [C], each span's first position."""
     ends: torch.Tensor
-    """int32 [C], the position after each chunk's last."""
+    """int32 [C], the position after each span's last."""
     table_starts: torch.Tensor
-    """int32 [C], where each chunk's blocks begin in `tables`."""
+    """int32 [C], where the blocks of each span's sequence begin in `tables`."""
     tiles: torch.Tensor
-    """int32 [tiles, 2], (chunk, tile of its sequence) of the chunks of several tokens."""
+    """int32 [tiles, 2], (span, tile of its sequence) of the spans that are whole chunks."""
     tables: torch.Tensor
     """int32 [N], block ids."""
     lone: int
-    """How many chunks have one token."""
+    """How many spans are one position of a chunk that decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Counts:
 
     rows: int
     sampled: int
-    chunks: int
+    spans: int
     tiles: int
     blocks: int
     lone: int
@@ -104,10 +106,10 @@ class Counts:
             ("positions", self.rows, long),
             ("sampled", self.sampled, long),
             ("places", self.rows, short),
-            ("first_rows", self.chunks, short),
-            ("first_positions", self.chunks, short),
-            ("ends", self.chunks, short),
-            ("table_starts", self.chunks, short),
+            ("first_rows", self.spans, short),
+            ("first_positions", self.spans, short),
+            ("ends", self.spans, short),
+            ("table_starts", self.spans, short),
             ("tiles", 2 * self.tiles, short),
             ("tables", self.blocks, short),
         ]
@@ -148,43 +150,50 @@ class StepBuilder:
     def build(self, plan: StepPlan) -> StepTensors:
         """New tensors, enqueued on the current stream."""
         tables = self._tables.take(plan, self._block_size)
-        lone = [i for i, chunk in enumerate(plan.chunks) if len(chunk.token_ids) == 1]
-        order = lone + [i for i, chunk in enumerate(plan.chunks) if len(chunk.token_ids) > 1]
+        lone: list[tuple[int, int, int, int]] = []
+        whole: list[tuple[int, int, int, int]] = []
+        row = start = 0
+        for chunk, table in zip(plan.chunks, tables, strict=True):
+            first, count = chunk.first_position, len(chunk.token_ids)
+            if chunk.decodes:
+                lone += [(row + i, first + i, first + i + 1, start) for i in range(count)]
+            else:
+                whole.append((row, first, first + count, start))
+            row += count
+            start += len(table)
         tiles = [
             (at, tile)
-            for at, i in enumerate(order[len(lone) :], len(lone))
-            for tile in self._tiles(plan.chunks[i])
+            for at, (_, first, end, _) in enumerate(whole, len(lone))
+            for tile in self._tiles(first, end)
         ]
         counts = Counts(
-            rows=plan.num_tokens,
+            rows=row,
             sampled=sum(len(chunk.wanted) for chunk in plan.chunks),
-            chunks=len(order),
+            spans=len(lone) + len(whole),
             tiles=len(tiles),
-            blocks=sum(map(len, tables)),
+            blocks=start,
             lone=len(lone),
         )
         host, arrays = counts.host_buffer(self._device)
-        self._fill(arrays, plan, order, tables, tiles)
+        spans = np.array(lone + whole, dtype=np.int32).reshape(-1, 4).T
+        for name, numbers in zip(_BY_SPAN, spans, strict=True):
+            arrays[name][:] = numbers
+        arrays["tiles"][:] = np.array(tiles, dtype=np.int32).reshape(-1)
+        np.concatenate(tables, out=arrays["tables"])
+        self._fill_rows(arrays, plan, tables)
         return counts.carve(host.to(self._device, non_blocking=True))
 
-    def _tiles(self, chunk: Chunk) -> range:
+    def _tiles(self, first: int, end: int) -> range:
         """The last first: it sees most, and the longest work should not begin last."""
-        first = chunk.first_position // self._tile_positions
-        return range((chunk.end_position - 1) // self._tile_positions, first - 1, -1)
+        size = self._tile_positions
+        return range((end - 1) // size, first // size - 1, -1)
 
-    def _fill(
-        self,
-        arrays: dict[str, np.ndarray],
-        plan: StepPlan,
-        order: list[int],
-        tables: list[np.ndarray],
-        tiles: list[tuple[int, int]],
+    def _fill_rows(
+        self, arrays: dict[str, np.ndarray], plan: StepPlan, tables: list[np.ndarray]
     ) -> None:
-        rows = []
         sampled = []
         row = 0
         for chunk, table in zip(plan.chunks, tables, strict=True):
-            rows.append(row)
             first, count = chunk.first_position, len(chunk.token_ids)
             own = slice(row, row + count)
             arrays["token_ids"][own] = chunk.token_ids
@@ -193,25 +202,16 @@ class StepBuilder:
             sampled += [row + wanted for wanted in chunk.wanted]
             row += count
         arrays["sampled"][:] = sampled
-        arrays["tiles"][:] = np.array(tiles, dtype=np.int32).reshape(-1)
-        start = 0
-        for at, i in enumerate(order):
-            chunk, table = plan.chunks[i], tables[i]
-            arrays["first_rows"][at] = rows[i]
-            arrays["first_positions"][at] = chunk.first_position
-            arrays["ends"][at] = chunk.end_position
-            arrays["table_starts"][at] = start
-            arrays["tables"][start : start + len(table)] = table
-            start += len(table)
 
 
 class DecodeBuffers:
     """One buffer on the device, and its views for every number of rows.
 
     A graph is recorded once per number of rows on `tensors(rows)` and replayed after `fill(plan,
-    rows)`, which writes the same memory. Rows beyond the plan's chunks are padding: token 0 at
-    position 0 of the trash block, whose logits mean nothing. Every row is sampled: chunk i of the
-    plan is row i of the logits. One step's numbers are overwritten by the next one's, so both are
+    rows)`, which writes the same memory. Every row is a span: a sequence with drafts has one for
+    each of its positions, over the same blocks. Rows beyond the plan's are padding: token 0 at
+    position 0 of the trash block, whose logits mean nothing. Every row is sampled: the plan's row i
+    is row i of the logits. One step's numbers are overwritten by the next one's, so both are
     enqueued on one stream, as `fill` does.
     """
 
@@ -238,14 +238,16 @@ class DecodeBuffers:
         return self._counts(rows).carve(self._buffer)
 
     def fill(self, plan: StepPlan, rows: int) -> StepTensors:
-        """Enqueues the upload of a plan whose chunks are one token each, or which has none.
+        """Enqueues the upload of a plan whose chunks all decode, or which has none.
 
-        Raises Internal when it has more chunks than rows, or more of either than there is memory
+        Raises Internal when it has more tokens than rows, or more of either than there is memory
         for.
         """
         chunks = plan.chunks
-        if not len(chunks) <= rows <= self._max_rows:
-            raise Internal(f"{len(chunks)} sequences in a batch of {rows} rows")
+        token_ids = [token for chunk in chunks for token in chunk.token_ids]
+        count = len(token_ids)
+        if not count <= rows <= self._max_rows:
+            raise Internal(f"{count} tokens in a batch of {rows} rows")
         tables = self._tables.take(plan, self._block_size)
         if max(map(len, tables), default=0) > self._max_blocks:
             raise Internal(f"a sequence has more than {self._max_blocks} blocks")
@@ -253,21 +255,25 @@ class DecodeBuffers:
         starts = np.cumsum([0, *map(len, tables)])
         counts = replace(self._counts(rows), blocks=int(starts[-1]))
         host, arrays = counts.host_buffer(self._buffer.device)
-        padding = rows - len(chunks)
-        size = self._block_size
-        positions = [chunk.first_position for chunk in chunks] + [0] * padding
-        last_blocks = [int(table[-1]) for table in tables[:-1]] + [self._trash_block] * padding
-        arrays["token_ids"][:] = [chunk.token_ids[0] for chunk in chunks] + [0] * padding
-        arrays["positions"][:] = positions
-        arrays["first_positions"][:] = positions
-        arrays["ends"][:] = arrays["positions"] + 1
-        arrays["places"][:] = np.array(last_blocks) * size + arrays["positions"] % size
-        arrays["sampled"][:] = arrays["first_rows"][:] = range(rows)
-        arrays["table_starts"][:] = np.append(starts[: len(chunks)], [starts[-2]] * padding)
         np.concatenate(tables, out=arrays["tables"])
+        lengths = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int64)
+        firsts = np.array([chunk.first_position for chunk in chunks], dtype=np.int64)
+        positions = np.zeros(rows, dtype=np.int64)
+        shifts = firsts + lengths - np.cumsum(lengths)
+        positions[:count] = np.arange(count) + np.repeat(shifts, lengths)
+        table_starts = np.repeat(starts[:-1], np.append(lengths, rows - count))
+        size = self._block_size
+        arrays["token_ids"][:count] = token_ids
+        arrays["token_ids"][count:] = 0
+        arrays["positions"][:] = arrays["first_positions"][:] = positions
+        arrays["ends"][:] = positions + 1
+        arrays["table_starts"][:] = table_starts
+        blocks = arrays["tables"][table_starts + positions // size]
+        arrays["places"][:] = blocks * size + positions % size
+        arrays["sampled"][:] = arrays["first_rows"][:] = range(rows)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
         return self.tensors(rows)
 
     def _counts(self, rows: int) -> Counts:
         blocks = rows * self._max_blocks + 1
-        return Counts(rows=rows, sampled=rows, chunks=rows, tiles=0, blocks=blocks, lone=rows)
+        return Counts(rows=rows, sampled=rows, spans=rows, tiles=0, blocks=blocks, lone=rows)
