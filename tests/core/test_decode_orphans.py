@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.errors import NotFound
-from batonlm.core.request.attempt import Attempt, SequenceKey
+from batonlm.core.request.attempt import Attempt, Logprobs, SequenceKey
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler import scheduler as scheduler_module
 from batonlm.core.scheduler.events import Adopted, AttemptFailed, Event
@@ -88,6 +88,23 @@ def test_it_has_its_log_probabilities_from_the_first_on() -> None:
     loop.scheduler.adopt(KEY, adopting(one))
     (adopted,) = (e for e in loop.scheduler.take_events() if isinstance(e, Adopted))
     assert len(adopted.tokens.logprobs) == len(outputs.tokens[KEY]) > 1
+    run_out(loop)
+
+
+def test_those_of_its_input_come_from_its_attempt() -> None:
+    loop = decode_loop()
+    one = attempt(max_tokens=30, sampling=SamplingParams(seed=3, top_logprobs=1))
+    tokens = expected(one)[0]
+    earlier = [Logprobs(-float(place)) for place in range(4)]
+    loop.scheduler.add(replace(one, token_ids=(*one.token_ids, *tokens[:4])), 0.0)
+    for _ in range(5):
+        loop.step(0.0)
+    loop.scheduler.adopt(KEY, adopting(one), earlier)
+    (adopted,) = (e for e in loop.scheduler.take_events() if isinstance(e, Adopted))
+    count = len(adopted.tokens.token_ids)
+    assert count > 5 and list(adopted.tokens.token_ids) == tokens[:count]
+    assert list(adopted.tokens.logprobs[:4]) == earlier
+    assert len(adopted.tokens.logprobs) == count
     run_out(loop)
 
 

@@ -22,7 +22,13 @@ from batonlm.core.errors import (
 from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.kvcache.block_pool import Extents
 from batonlm.core.observe.stages import TraceContext
-from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.attempt import (
+    Attempt,
+    AttemptKey,
+    ChoiceTokens,
+    Logprobs,
+    SequenceKey,
+)
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.load import WorkerState
 from batonlm.core.scheduler.events import Adopted, AttemptFailed, Event, Held, KvComplete, NewTokens
@@ -184,6 +190,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
 
     As long as a router's stream is broken, another router may adopt its sequences: an attempt of a
     request that repeats theirs gets all their tokens, and they belong to its session from then on.
+    So it may if it says beforehand that it wants them, when its own client has come with them.
     After the resume window the router that is gone has no right to them any more. What can be
     adopted then waits as an orphan, for a while, with a few more tokens at most.
     """
@@ -265,14 +272,16 @@ class DecodeService(AttemptService[DecodeAttempt]):
         held_handover_id: bytes = b"",
         prefix_sender: WorkerIdentity | None = None,
         adoption_ids: Sequence[bytes] = (),
+        logprobs: Sequence[Logprobs] = (),
         *,
         adopts: bool = False,
     ) -> None:
         """Begins an attempt. source: None to prefill the input here, behind what comes from
         prefix_sender's cache. held_handover_id: to go on with the sequence that is on offer under
         it, also while draining. adoption_ids: of each choice, by which other routers may go on with
-        it; none: none may. adopts: to go on with the sequence that has this id, also while
-        draining. Repeating it has no effect.
+        it; none: none may. logprobs: of the output tokens in its input. adopts: to go on with the
+        sequence that has this id, also while draining; where that has not begun, its tokens are
+        sent, and the attempt fails. Repeating it has no effect.
 
         Errors are reported in the session's frames, never raised.
         """
@@ -290,6 +299,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if refusal is not None:
             session.failed(attempt.key, attempt.choices, refusal)
             return
+        if adopted is not None and not adopted[1].begun:
+            self._take_tokens(*adopted, attempt, session)
+            return
         span = self._tracer.go_on(tracing.DECODE_RUN, parent=TraceContext(attempt.traceparent))
         computes = source is None and resumes is None and not adopts
         part = span.child(tracing.DECODE_PREFILL if computes else tracing.COLLECT)
@@ -303,7 +315,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         if adopted is not None:
             running.adopts = self._take_orphan(*adopted)
         self._meter.began(session.router_instance_id, attempt)
-        session.open(attempt, adoption_ids)
+        session.open(attempt, adoption_ids, logprobs)
         running.starting = self._spawn(self._start(running))
 
     def cancel(self, session: RouterSession, key: AttemptKey, choices: Collection[int]) -> None:
@@ -320,6 +332,12 @@ class DecodeService(AttemptService[DecodeAttempt]):
             self._end(running, Cancelled("cancelled"))
         elif ended:
             self._free(running, *ended)
+
+    def want(self, adoption_ids: Collection[bytes]) -> None:
+        """A client has come to a router with these sequences: they are reported as orphans, even
+        where their router is connected. It may hang, be cut off or leave."""
+        for session in [*self.sessions.values(), *self._orphaned]:
+            session.want(adoption_ids)
 
     def hand_over(
         self,
@@ -424,9 +442,9 @@ class DecodeService(AttemptService[DecodeAttempt]):
         return None
 
     def _adoptable(self) -> Iterable[tuple[RouterSession, SequenceLog]]:
-        """Yields the sequences whose routers are gone now, maybe for good."""
-        broken = (one for one in self.sessions.values() if one.broken_at is not None)
-        for session in (*self._orphaned, *broken):
+        """Yields the sequences whose routers are gone now, maybe for good, and those that another
+        router wants."""
+        for session in (*self._orphaned, *self.sessions.values()):
             for log in session.adoptable():
                 yield session, log
 
@@ -451,10 +469,10 @@ class DecodeService(AttemptService[DecodeAttempt]):
         return None
 
     def _take_orphan(self, session: RouterSession, log: SequenceLog) -> SequenceLog:
-        """Takes a sequence from the router that is gone. Until the scheduler has renamed it, the
-        adopting attempt owns it under its old key, too (`_end`)."""
+        """Takes a sequence from its router. Until the scheduler has renamed it, the adopting
+        attempt owns it under its old key, too (`_end`)."""
         ORPHANS_TOTAL.labels("adopted").inc()
-        session.forget(log.key)
+        self._taken(session, log)
         self._adopting[log.key] = log
         former = self.attempts.get(log.attempt.key)
         if former is not None:
@@ -463,13 +481,32 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 self._forget(former)
         return log
 
+    def _take_tokens(
+        self, session: RouterSession, log: SequenceLog, attempt: Attempt, to: RouterSession
+    ) -> None:
+        """Sends the tokens of a sequence that has not begun here: the KV that it waits for is
+        another attempt's, which ends."""
+        ORPHANS_TOTAL.labels("adopted").inc()
+        (key,) = attempt.keys()
+        to.left(log.whole(key), HandoverFailed("that sequence has not begun here"))
+        self.cancel(session, log.attempt.key, (log.key.choice,))
+        self._taken(session, log)
+
+    def _taken(self, session: RouterSession, log: SequenceLog) -> None:
+        """A router that is connected learns that the sequence is not its own any more; another one
+        would when it comes back."""
+        session.forget(log.key)
+        if session.stream is not None:
+            error = HandoverFailed("another router goes on with this sequence")
+            session.failed(log.attempt.key, (log.key.choice,), error)
+
     async def _adopt(self, running: DecodeAttempt, log: SequenceLog) -> None:
         """Has a sequence run on as this attempt. Raises HandoverFailed."""
         (key,) = running.attempt.keys()
         try:
             if log.finish_reason is None:
-                adopt = running.attempt
-                await self._engine.call(lambda loop: loop.scheduler.adopt(log.key, adopt))
+                adopt, earlier = running.attempt, log.earlier
+                await self._engine.call(lambda loop: loop.scheduler.adopt(log.key, adopt, earlier))
                 return
         except NotFound:
             # Its last tokens came while the scheduler was asked; or else it is held.
@@ -488,7 +525,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
         del self.sessions[session.router_instance_id]
         session.cut()
         found = session.adoptable() if self._orphan_s and not self._draining else []
-        kept = [log.key for log in found[: MAX_ORPHANS - self.num_orphans]]
+        begun = [log.key for log in found if log.begun]
+        kept = begun[: MAX_ORPHANS - self.num_orphans]
         for running in [r for r in self.attempts.values() if r.session is session]:
             dropped = {key.choice for key in running.attempt.keys() if key not in kept}  # noqa: SIM118
             if dropped := dropped & running.choices:

@@ -17,7 +17,12 @@ from batonlm.core.request.resumption import ADOPTION_ID_BYTES
 from batonlm.decode.service import DecodeService
 from batonlm.decode.sessions import RouterSession, SessionStream
 from batonlm.engine.thread import EngineThread
-from batonlm.rpc.convert import attempt_from_proto, identity_from_proto, identity_to_proto
+from batonlm.rpc.convert import (
+    attempt_from_proto,
+    identity_from_proto,
+    identity_to_proto,
+    logprobs_from_proto,
+)
 from batonlm.rpc.logs import named
 from batonlm.transfer.receiver import TransferRequest
 from batonlm.v1 import decode_pb2 as pb
@@ -118,6 +123,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                     self._service.confirm(session, positions)
                 case "hand_over":
                     self._hand_over(session, request.hand_over)
+                case "want":
+                    self._service.want(frozenset(request.want.adoption_ids))
                 case "hello":
                     raise InvalidArgument("only the first message is a hello", field="message")
                 case _:
@@ -144,6 +151,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
                 start.held_handover_id,
                 prefix_sender,
                 adoption_ids,
+                logprobs_from_proto(start.logprobs),
                 adopts=start.adopts,
             )
 

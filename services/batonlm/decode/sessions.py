@@ -29,6 +29,8 @@ class SequenceLog:
     adoption_id: bytes = b""
     """Names the sequence to a router that is to go on with it when its own is gone; empty: none
     is."""
+    earlier: Sequence[Logprobs] = ()
+    """Of the output tokens below its position, where they are known."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -50,11 +52,17 @@ class SequenceLog:
 
     @property
     def adoptable(self) -> bool:
-        """Whether another router may go on with the sequence: it has begun, stays here, and all of
-        it is known here."""
-        whole = not self.position or self.attempt.sampling.top_logprobs is None
-        began = bool(self.token_ids) and self.migrated_out is None
-        return bool(self.adoption_id) and began and whole
+        """Whether another router may go on with the sequence, or with its tokens where it has not
+        begun: it stays here, and all of it is known here."""
+        scored = self.attempt.sampling.top_logprobs is not None
+        whole = not scored or len(self.earlier) == self.position
+        some = self.end > 0 and self.migrated_out is None
+        return bool(self.adoption_id) and some and whole
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has a token that was made here, or came with its KV."""
+        return bool(self.token_ids)
 
     @property
     def end(self) -> int:
@@ -68,7 +76,7 @@ class SequenceLog:
             key,
             0,
             (*before, *self.token_ids),
-            tuple(self.logprobs),
+            (*self.earlier, *self.logprobs),
             self.finish_reason,
             self.stop_token_id,
         )
@@ -126,6 +134,10 @@ class RouterSession:
         """Whether the router is gone for good, and its sequences wait for another one."""
         self._logs: dict[SequenceKey, SequenceLog] = {}
         self._dirty: dict[SequenceKey, None] = {}
+        self._wanted: set[SequenceKey] = set()
+        """Those that another router wants."""
+        self._left: list[ChoiceTokens] = []
+        """The tokens of sequences that are not here, of whose logs they are left."""
         self._failures: list[pb.SequenceFailure] = []
         self._started: list[pb.SequenceStarted] = []
         self._kept: list[pb.SequenceHandedOver] = []
@@ -138,6 +150,7 @@ class RouterSession:
     @property
     def has_news(self) -> bool:
         """Whether anything waits for a frame."""
+        # Where `_left` has something, so have the failures.
         return bool(self._dirty or self._failures or self._started or self._kept)
 
     def attach(self) -> SessionStream:
@@ -160,15 +173,27 @@ class RouterSession:
         """Wakes a stream that waits in `next_frame`."""
         self._wake.set()
 
-    def open(self, attempt: Attempt, adoption_ids: Sequence[bytes] = ()) -> None:
-        """adoption_ids: of each choice; none: no other router goes on with them."""
+    def open(
+        self,
+        attempt: Attempt,
+        adoption_ids: Sequence[bytes] = (),
+        earlier: Sequence[Logprobs] = (),
+    ) -> None:
+        """adoption_ids: of each choice; none: no other router goes on with them. earlier: see
+        SequenceLog."""
         ids = adoption_ids or [b""] * len(attempt.choices)
         for key, adoption_id in zip(attempt.keys(), ids, strict=True):
-            self._logs[key] = SequenceLog(key, attempt, adoption_id)
+            self._logs[key] = SequenceLog(key, attempt, adoption_id, earlier)
+
+    def want(self, adoption_ids: Collection[bytes]) -> None:
+        """Another router wants the sequences with these ids, whatever became of this one."""
+        self._wanted.update(k for k, log in self._logs.items() if log.adoption_id in adoption_ids)
 
     def adoptable(self) -> list[SequenceLog]:
-        """Returns the sequences that another router may go on with."""
-        return [log for log in self._logs.values() if log.adoptable]
+        """Returns the sequences that another router may go on with: all, without a stream, and
+        otherwise those that one wants."""
+        keys = self._logs.keys() if self.stream is None else self._wanted
+        return [log for key in keys if (log := self._logs[key]).adoptable]
 
     def tokens(self, tokens: ChoiceTokens) -> None:
         log = self._logs.get(tokens.key)
@@ -192,6 +217,13 @@ class RouterSession:
             )
         )
         self._wake.set()
+
+    def left(self, tokens: ChoiceTokens, error: BatonError) -> None:
+        """Queues the tokens of a sequence, and after them its failure."""
+        self._left.append(tokens)
+        self.failed(
+            AttemptKey(tokens.key.request_id, tokens.key.attempt), (tokens.key.choice,), error
+        )
 
     def started(self, started: pb.SequenceStarted) -> None:
         """Queues the report that the KV of an attempt is complete."""
@@ -219,6 +251,7 @@ class RouterSession:
     def forget(self, key: SequenceKey) -> None:
         self._logs.pop(key, None)
         self._dirty.pop(key, None)
+        self._wanted.discard(key)
 
     def resume(
         self, positions: Mapping[SequenceKey, int]
@@ -252,7 +285,7 @@ class RouterSession:
             if log.end_sent_at is not None and log.end_sent_at < before and key not in self._dirty
         ]
         for key in ended:
-            del self._logs[key]
+            self.forget(key)
 
     async def next_frame(self, stream: SessionStream, timeout_s: float) -> pb.StepFrame | None:
         """Waits for anything to send, and returns all of it, with `step` not set. Returns None
@@ -279,10 +312,10 @@ class RouterSession:
         unsent = [tokens for log in logs if (tokens := log.take_unsent(now)) is not None]
         leaving = [log.migrated_out for log in logs if log.migrated_out is not None]
         frame = pb.StepFrame(
-            tokens=[choice_tokens_to_proto(tokens) for tokens in unsent],
+            tokens=[choice_tokens_to_proto(tokens) for tokens in (*self._left, *unsent)],
             failures=self._failures,
             started=started,
             handed_over=[*self._kept, *leaving],
         )
-        self._failures, self._kept = [], []
+        self._left, self._failures, self._kept = [], [], []
         return frame

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
@@ -279,7 +279,7 @@ def choice_tokens_to_proto(tokens: ChoiceTokens) -> pb.ChoiceTokens:
     message.position = tokens.position
     message.token_ids = token_ids_to_bytes(tokens.token_ids)
     if tokens.logprobs:
-        message.logprobs.extend(map(_logprobs_to_proto, tokens.logprobs))
+        message.logprobs.extend(logprobs_to_proto(tokens.logprobs))
     if tokens.finish_reason is not None:
         message.finish_reason = finish_reason_to_proto(tokens.finish_reason)
     if tokens.stop_token_id is not None:
@@ -302,7 +302,7 @@ def choice_tokens_from_proto(message: pb.ChoiceTokens, field: str = "tokens") ->
         key,
         message.position,
         token_ids,
-        logprobs=tuple(_logprobs_from_proto(entry) for entry in message.logprobs),
+        logprobs=logprobs_from_proto(message.logprobs),
         finish_reason=finish_reason_from_proto(message.finish_reason, f"{field}.finish_reason"),
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         saved_steps=message.saved_steps,
@@ -360,13 +360,17 @@ def to_ms(seconds: float) -> int:
     return min(max(math.ceil(round(seconds * 1000, 3)), 1), _UINT32_MAX)
 
 
-def _logprobs_to_proto(logprobs: Logprobs) -> pb.TokenLogprobs:
-    top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top]
-    return pb.TokenLogprobs(logprob=logprobs.logprob, top=top)
+def logprobs_to_proto(logprobs: Iterable[Logprobs]) -> Iterator[pb.TokenLogprobs]:
+    for each in logprobs:
+        top = [pb.TokenLogprob(token_id=token, logprob=value) for token, value in each.top]
+        yield pb.TokenLogprobs(logprob=each.logprob, top=top)
 
 
-def _logprobs_from_proto(message: pb.TokenLogprobs) -> Logprobs:
-    return Logprobs(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+def logprobs_from_proto(entries: Iterable[pb.TokenLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(
+        Logprobs(entry.logprob, tuple((top.token_id, top.logprob) for top in entry.top))
+        for entry in entries
+    )
 
 
 _FINISH_TO_PROTO = {

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xfa\x01\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.baton.v1.StartSequenceH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.baton.v1.CancelSequenceH\x00\x12-\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x1a.baton.v1.ConfirmPositionsH\x00\x12/\n\thand_over\x18\x05 \x01(\x0b\x32\x1a.baton.v1.HandOverSequenceH\x00\x42\t\n\x07message\"\x80\x01\n\x0cSessionHello\x12(\n\x06router\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x02 \x01(\t\x12*\n\x06resume\x18\x03 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"Y\n\x10SequencePosition\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08position\x18\x04 \x01(\r\"\xe1\x01\n\rStartSequence\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvSource\x12\x17\n\x0fmax_unconfirmed\x18\x03 \x01(\r\x12\x18\n\x10held_handover_id\x18\x04 \x01(\x0c\x12/\n\rprefix_sender\x18\x05 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x14\n\x0c\x61\x64option_ids\x18\x06 \x03(\x0c\x12\x0e\n\x06\x61\x64opts\x18\x07 \x01(\x08\"I\n\x08KvSource\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12(\n\x06sender\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"F\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\"A\n\x10\x43onfirmPositions\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"z\n\x10HandOverSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x13\n\x0bhandover_id\x18\x04 \x01(\x0c\x12\x1c\n\x14receiver_instance_id\x18\x05 \x01(\t\"\x99\x01\n\x0fSessionResponse\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.SessionWelcomeH\x00\x12$\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x13.baton.v1.StepFrameH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"d\n\x0eSessionWelcome\x12(\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12(\n\x04lost\x18\x02 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"\xcd\x01\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens\x12+\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x19.baton.v1.SequenceFailure\x12*\n\x07started\x18\x04 \x03(\x0b\x32\x19.baton.v1.SequenceStarted\x12\x31\n\x0bhanded_over\x18\x05 \x03(\x0b\x32\x1c.baton.v1.SequenceHandedOver\"\x82\x01\n\x12SequenceHandedOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x13\n\x0bhandover_id\x18\x04 \x01(\x0c\x12\x15\n\x08position\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_position\"g\n\x0fSequenceFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\"\xd4\x01\n\x0fSequenceStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0ereceived_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07wait_us\x18\x05 \x01(\x04\x12\x31\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12)\n\x06prefix\x18\x07 \x01(\x0b\x32\x19.baton.v1.PrefixCollected\";\n\tHeartbeat\x12\x13\n\x0bstep_age_us\x18\x01 \x01(\x04\x12\x19\n\x11step_predicted_us\x18\x02 \x01(\x04\x32L\n\x06\x44\x65\x63ode\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xa3\x02\n\x0eSessionRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.baton.v1.SessionHelloH\x00\x12(\n\x05start\x18\x02 \x01(\x0b\x32\x17.baton.v1.StartSequenceH\x00\x12*\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x18.baton.v1.CancelSequenceH\x00\x12-\n\x07\x63onfirm\x18\x04 \x01(\x0b\x32\x1a.baton.v1.ConfirmPositionsH\x00\x12/\n\thand_over\x18\x05 \x01(\x0b\x32\x1a.baton.v1.HandOverSequenceH\x00\x12\'\n\x04want\x18\x06 \x01(\x0b\x32\x17.baton.v1.WantSequencesH\x00\x42\t\n\x07message\"\x80\x01\n\x0cSessionHello\x12(\n\x06router\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x02 \x01(\t\x12*\n\x06resume\x18\x03 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"Y\n\x10SequencePosition\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x10\n\x08position\x18\x04 \x01(\r\"\x8c\x02\n\rStartSequence\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\"\n\x06source\x18\x02 \x01(\x0b\x32\x12.baton.v1.KvSource\x12\x17\n\x0fmax_unconfirmed\x18\x03 \x01(\r\x12\x18\n\x10held_handover_id\x18\x04 \x01(\x0c\x12/\n\rprefix_sender\x18\x05 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12\x14\n\x0c\x61\x64option_ids\x18\x06 \x03(\x0c\x12\x0e\n\x06\x61\x64opts\x18\x07 \x01(\x08\x12)\n\x08logprobs\x18\x08 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"%\n\rWantSequences\x12\x14\n\x0c\x61\x64option_ids\x18\x01 \x03(\x0c\"I\n\x08KvSource\x12\x13\n\x0bhandover_id\x18\x01 \x01(\x0c\x12(\n\x06sender\x18\x02 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"F\n\x0e\x43\x61ncelSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\"A\n\x10\x43onfirmPositions\x12-\n\tsequences\x18\x01 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"z\n\x10HandOverSequence\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x13\n\x0bhandover_id\x18\x04 \x01(\x0c\x12\x1c\n\x14receiver_instance_id\x18\x05 \x01(\t\"\x99\x01\n\x0fSessionResponse\x12+\n\x07welcome\x18\x01 \x01(\x0b\x32\x18.baton.v1.SessionWelcomeH\x00\x12$\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x13.baton.v1.StepFrameH\x00\x12(\n\theartbeat\x18\x03 \x01(\x0b\x32\x13.baton.v1.HeartbeatH\x00\x42\t\n\x07message\"d\n\x0eSessionWelcome\x12(\n\x06\x64\x65\x63ode\x18\x01 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\x12(\n\x04lost\x18\x02 \x03(\x0b\x32\x1a.baton.v1.SequencePosition\"\xcd\x01\n\tStepFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens\x12+\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32\x19.baton.v1.SequenceFailure\x12*\n\x07started\x18\x04 \x03(\x0b\x32\x19.baton.v1.SequenceStarted\x12\x31\n\x0bhanded_over\x18\x05 \x03(\x0b\x32\x1c.baton.v1.SequenceHandedOver\"\x82\x01\n\x12SequenceHandedOver\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x13\n\x0bhandover_id\x18\x04 \x01(\x0c\x12\x15\n\x08position\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_position\"g\n\x0fSequenceFailure\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x63hoices\x18\x03 \x03(\r\x12\x1e\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Error\"\xd4\x01\n\x0fSequenceStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x16\n\x0ereceived_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07wait_us\x18\x05 \x01(\x04\x12\x31\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12)\n\x06prefix\x18\x07 \x01(\x0b\x32\x19.baton.v1.PrefixCollected\";\n\tHeartbeat\x12\x13\n\x0bstep_age_us\x18\x01 \x01(\x04\x12\x19\n\x11step_predicted_us\x18\x02 \x01(\x04\x32L\n\x06\x44\x65\x63ode\x12\x42\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x19.baton.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,35 +33,37 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'batonlm.v1.decode_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SESSIONREQUEST']._serialized_start=58
-  _globals['_SESSIONREQUEST']._serialized_end=308
-  _globals['_SESSIONHELLO']._serialized_start=311
-  _globals['_SESSIONHELLO']._serialized_end=439
-  _globals['_SEQUENCEPOSITION']._serialized_start=441
-  _globals['_SEQUENCEPOSITION']._serialized_end=530
-  _globals['_STARTSEQUENCE']._serialized_start=533
-  _globals['_STARTSEQUENCE']._serialized_end=758
-  _globals['_KVSOURCE']._serialized_start=760
-  _globals['_KVSOURCE']._serialized_end=833
-  _globals['_CANCELSEQUENCE']._serialized_start=835
-  _globals['_CANCELSEQUENCE']._serialized_end=905
-  _globals['_CONFIRMPOSITIONS']._serialized_start=907
-  _globals['_CONFIRMPOSITIONS']._serialized_end=972
-  _globals['_HANDOVERSEQUENCE']._serialized_start=974
-  _globals['_HANDOVERSEQUENCE']._serialized_end=1096
-  _globals['_SESSIONRESPONSE']._serialized_start=1099
-  _globals['_SESSIONRESPONSE']._serialized_end=1252
-  _globals['_SESSIONWELCOME']._serialized_start=1254
-  _globals['_SESSIONWELCOME']._serialized_end=1354
-  _globals['_STEPFRAME']._serialized_start=1357
-  _globals['_STEPFRAME']._serialized_end=1562
-  _globals['_SEQUENCEHANDEDOVER']._serialized_start=1565
-  _globals['_SEQUENCEHANDEDOVER']._serialized_end=1695
-  _globals['_SEQUENCEFAILURE']._serialized_start=1697
-  _globals['_SEQUENCEFAILURE']._serialized_end=1800
-  _globals['_SEQUENCESTARTED']._serialized_start=1803
-  _globals['_SEQUENCESTARTED']._serialized_end=2015
-  _globals['_HEARTBEAT']._serialized_start=2017
-  _globals['_HEARTBEAT']._serialized_end=2076
-  _globals['_DECODE']._serialized_start=2078
-  _globals['_DECODE']._serialized_end=2154
+  _globals['_SESSIONREQUEST']._serialized_end=349
+  _globals['_SESSIONHELLO']._serialized_start=352
+  _globals['_SESSIONHELLO']._serialized_end=480
+  _globals['_SEQUENCEPOSITION']._serialized_start=482
+  _globals['_SEQUENCEPOSITION']._serialized_end=571
+  _globals['_STARTSEQUENCE']._serialized_start=574
+  _globals['_STARTSEQUENCE']._serialized_end=842
+  _globals['_WANTSEQUENCES']._serialized_start=844
+  _globals['_WANTSEQUENCES']._serialized_end=881
+  _globals['_KVSOURCE']._serialized_start=883
+  _globals['_KVSOURCE']._serialized_end=956
+  _globals['_CANCELSEQUENCE']._serialized_start=958
+  _globals['_CANCELSEQUENCE']._serialized_end=1028
+  _globals['_CONFIRMPOSITIONS']._serialized_start=1030
+  _globals['_CONFIRMPOSITIONS']._serialized_end=1095
+  _globals['_HANDOVERSEQUENCE']._serialized_start=1097
+  _globals['_HANDOVERSEQUENCE']._serialized_end=1219
+  _globals['_SESSIONRESPONSE']._serialized_start=1222
+  _globals['_SESSIONRESPONSE']._serialized_end=1375
+  _globals['_SESSIONWELCOME']._serialized_start=1377
+  _globals['_SESSIONWELCOME']._serialized_end=1477
+  _globals['_STEPFRAME']._serialized_start=1480
+  _globals['_STEPFRAME']._serialized_end=1685
+  _globals['_SEQUENCEHANDEDOVER']._serialized_start=1688
+  _globals['_SEQUENCEHANDEDOVER']._serialized_end=1818
+  _globals['_SEQUENCEFAILURE']._serialized_start=1820
+  _globals['_SEQUENCEFAILURE']._serialized_end=1923
+  _globals['_SEQUENCESTARTED']._serialized_start=1926
+  _globals['_SEQUENCESTARTED']._serialized_end=2138
+  _globals['_HEARTBEAT']._serialized_start=2140
+  _globals['_HEARTBEAT']._serialized_end=2199
+  _globals['_DECODE']._serialized_start=2201
+  _globals['_DECODE']._serialized_end=2277
 # @@protoc_insertion_point(module_scope)

@@ -30,6 +30,7 @@ class SessionRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     CONFIRM_FIELD_NUMBER: _builtins.int
     HAND_OVER_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHello:
         """First message of every stream."""
@@ -50,6 +51,10 @@ class SessionRequest(_message.Message):
     def hand_over(self) -> Global___HandOverSequence:
         """Give a running sequence to another decode worker, with its KV."""
 
+    @_builtins.property
+    def want(self) -> Global___WantSequences:
+        """A client has come here with streams that it lost elsewhere."""
+
     def __init__(
         self,
         *,
@@ -58,12 +63,13 @@ class SessionRequest(_message.Message):
         cancel: Global___CancelSequence | None = ...,
         confirm: Global___ConfirmPositions | None = ...,
         hand_over: Global___HandOverSequence | None = ...,
+        want: Global___WantSequences | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "confirm", b"confirm", "hand_over", b"hand_over", "hello", b"hello", "message", b"message", "start", b"start", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "confirm", "hand_over"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "start", "cancel", "confirm", "hand_over", "want"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -150,6 +156,7 @@ class StartSequence(_message.Message):
     PREFIX_SENDER_FIELD_NUMBER: _builtins.int
     ADOPTION_IDS_FIELD_NUMBER: _builtins.int
     ADOPTS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     max_unconfirmed: _builtins.int
     """Decode stays at most this many positions ahead of the confirmed ones; 0 means no limit."""
     held_handover_id: _builtins.bytes
@@ -157,8 +164,9 @@ class StartSequence(_message.Message):
     collected. It runs on as this attempt. Empty: no such sequence; `source` is then what counts.
     """
     adopts: _builtins.bool
-    """Go on with the sequence that has this adoption id and whose router is gone; the attempt has one choice and the
-    prompt as its input. All tokens are sent from position 0. `source` and `prefix_sender` do not count.
+    """Go on with the sequence that has this adoption id and is among the reported orphans; the attempt has one choice and
+    the prompt as its input. All tokens are sent from position 0. When the sequence has not begun here, its tokens are
+    sent, and the attempt fails. `source` and `prefix_sender` do not count.
     """
     @_builtins.property
     def attempt(self) -> _types_pb2.Attempt:
@@ -180,6 +188,12 @@ class StartSequence(_message.Message):
         None: none may, and the sequences end with this router's session.
         """
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """Of the output tokens in the attempt's input, one entry each, where log-probabilities are asked for: whoever adopts
+        the sequence needs them. None: they are not known, and it is not adopted.
+        """
+
     def __init__(
         self,
         *,
@@ -190,14 +204,39 @@ class StartSequence(_message.Message):
         prefix_sender: _types_pb2.WorkerIdentity | None = ...,
         adoption_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         adopts: _builtins.bool = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_ids", b"adoption_ids", "adopts", b"adopts", "attempt", b"attempt", "held_handover_id", b"held_handover_id", "max_unconfirmed", b"max_unconfirmed", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_ids", b"adoption_ids", "adopts", b"adopts", "attempt", b"attempt", "held_handover_id", b"held_handover_id", "logprobs", b"logprobs", "max_unconfirmed", b"max_unconfirmed", "prefix_sender", b"prefix_sender", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
+
+@_typing.final
+class WantSequences(_message.Message):
+    """Report these sequences among the orphans, although another router is connected: their client has left it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADOPTION_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adoption_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Adoption ids, 16 bytes each."""
+
+    def __init__(
+        self,
+        *,
+        adoption_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adoption_ids", b"adoption_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantSequences: _TypeAlias = WantSequences  # noqa: Y015
 
 @_typing.final
 class KvSource(_message.Message):

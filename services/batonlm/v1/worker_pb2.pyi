@@ -228,8 +228,8 @@ class WorkerLoad(_message.Message):
 
     @_builtins.property
     def orphans(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of a decode worker: the adoption ids of sequences whose routers are gone, 16 bytes each. Whoever starts an attempt
-        that names one goes on with it.
+        """Of a decode worker: the adoption ids of sequences whose routers are gone, or that a router wants, 16 bytes each.
+        Whoever starts an attempt that names one goes on with it.
         """
 
     @_builtins.property

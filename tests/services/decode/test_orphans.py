@@ -1,4 +1,4 @@
-"""Sequences whose router is gone: adopted by another one at any point, or dropped in time."""
+"""Sequences whose router is gone, or that another one wants: adopted at any point, or dropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from batonlm.core.errors import Reason
-from batonlm.core.request.attempt import Attempt
+from batonlm.core.handover.table import HANDOVER_ID_BYTES
+from batonlm.core.request.attempt import Attempt, Logprobs
 from batonlm.core.request.request import StopParams
 from batonlm.core.request.resumption import adoption_id
 from batonlm.rpc.metrics import (
@@ -142,6 +143,91 @@ async def test_a_router_that_is_there_keeps_what_is_its_own() -> None:
         assert refused("gone") == before + 1
         world.decode.runner.open()
         assert await old.ended(one) == reference(one)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 12])
+async def test_a_router_that_is_there_loses_what_another_one_wants(tokens: int) -> None:
+    """It may hang, or be cut off from its clients. When it goes on, it learns that it lost it."""
+    one = attempt(size=SIZE, n=2)
+    async with pair() as world, router(world) as old, router(world) as new:
+        computed, made = prefilled(), sampled()
+        world.decode.runner.hold()
+        await old.start(one, adoption_ids=ids_of(one))
+        first, second = keys_of(one)
+        await steps_until(
+            world,
+            lambda: all(len(old.tokens[k]) >= tokens or k in old.ends for k in (first, second)),
+        )
+        assert world.decoding.orphans == ()
+        await new.want(*ids_of(one)[:1], b"of a stranger...")
+        await until(lambda: world.decoding.orphans == tuple(ids_of(one)[:1]))
+        adopted = await adopt(new, one, 0)
+        await until(lambda: bool(old.failures))
+        whole, choices, error = old.failures.pop()
+        assert (whole, choices, error.reason) == (one.key, (0,), Reason.HANDOVER_FAILED)
+        # It may say what it likes of that choice, and keeps the other one.
+        await old.cancel(one, 0)
+        await old.confirm(first, 5)
+        world.decode.runner.open()
+        assert await new.ended(adopted) == {0: reference(one)[0]}
+        await until(lambda: second in old.ends)
+        assert old.tokens[second] == reference(one)[1]
+        assert prefilled() == computed + SIZE and sampled() == made + 24
+        assert world.decoding.orphans == ()
+
+
+async def test_log_probabilities_of_one_that_had_moved_are_all_there() -> None:
+    """Those of the tokens with which it began came with its attempt."""
+    one = attempt(size=SIZE, max_tokens=30)
+    one = replace(one, sampling=replace(one.sampling, top_logprobs=2))
+    (key,) = keys_of(one)
+    async with pair() as world, router(world) as first:
+        await first.start(one)
+        await first.ended(one)
+        tokens, scores = first.tokens[key], first.logprobs[key]
+    later = replace(one, attempt=1, token_ids=(*one.token_ids, *tokens[:5]))
+    (key,) = keys_of(later)
+    async with pair() as world, router(world) as old, router(world) as new:
+        world.decode.runner.hold()
+        await old.start(later, adoption_ids=ids_of(one), logprobs=scores[:5])
+        await steps_until(world, lambda: len(old.tokens[key]) >= 3)
+        await old.break_off()
+        await until(lambda: bool(world.decoding.orphans))
+        adopted = await adopt(new, one, 0)
+        world.decode.runner.open()
+        assert await new.ended(adopted) == {0: tokens}
+        assert new.logprobs[keys_of(adopted)[0]] == scores
+    async with pair() as world, router(world) as old:
+        await old.start(later, adoption_ids=ids_of(one))
+        await old.ended(later)
+        await old.break_off()
+        assert not world.decoding.orphans, "some are not known"
+
+
+@pytest.mark.parametrize("top", [None, 2])
+async def test_the_tokens_of_one_that_has_not_begun_are_there(top: int | None) -> None:
+    """It was to begin behind what another worker, which is gone, had sampled."""
+    one = attempt(size=SIZE, max_tokens=30)
+    one = replace(one, sampling=replace(one.sampling, top_logprobs=top))
+    tokens = reference(one)[0]
+    scores = [Logprobs(-1.0, ((each, -1.0),)) for each in tokens[:5]] if top else []
+    later = replace(one, attempt=1, token_ids=(*one.token_ids, *tokens[:5]))
+    async with pair(resume_window_s=30.0) as world, router(world) as old, router(world) as new:
+        # Nobody offers this KV.
+        lost = b"h" * HANDOVER_ID_BYTES
+        await old.start(later, lost, adoption_ids=ids_of(one), logprobs=scores)
+        await until(lambda: world.decoding.num_attempts == 1)
+        await old.break_off()
+        await until(lambda: world.decoding.orphans == tuple(ids_of(one)))
+        adopted = await adopt(new, one, 0)
+        assert (await new.failed(adopted)).reason is Reason.HANDOVER_FAILED
+        (key,) = keys_of(adopted)
+        assert new.tokens[key] == tokens[:5] and new.logprobs[key] == scores
+        assert not world.decoding.orphans and not world.decoding.num_attempts
+        again = replace(later, request_id="new")
+        new.failures.clear()
+        await new.start(again, adoption_ids=ids_of(one), logprobs=scores)
+        assert await new.ended(again) == {0: tokens[5:]}
 
 
 async def test_of_two_routers_one_gets_it() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from batonlm.core.errors import BatonError
-from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.request.attempt import Attempt, AttemptKey, Logprobs, SequenceKey
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.request.request import FinishReason
 from batonlm.rpc.convert import (
@@ -19,6 +19,7 @@ from batonlm.rpc.convert import (
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
+    logprobs_to_proto,
 )
 from batonlm.v1 import decode_pb2 as pb
 from tests.services.worker.pair import Pair, keys_of, until
@@ -44,6 +45,7 @@ class RouterEnd:
         self._turn = asyncio.Lock()
         self.identity = WorkerIdentity("router", instance_id or secrets.token_hex(16), "")
         self.tokens: dict[SequenceKey, list[int]] = {}
+        self.logprobs: dict[SequenceKey, list[Logprobs]] = {}
         self.positions: dict[SequenceKey, int] = {}
         self.ends: dict[SequenceKey, FinishReason] = {}
         self.failures: list[tuple[AttemptKey, tuple[int, ...], BatonError]] = []
@@ -90,6 +92,7 @@ class RouterEnd:
         adoption_ids: Sequence[bytes] = (),
         *,
         adopts: bool = False,
+        logprobs: Sequence[Logprobs] = (),
     ) -> None:
         for key in keys_of(attempt):
             self.positions.setdefault(key, attempt.position)
@@ -100,6 +103,7 @@ class RouterEnd:
             held_handover_id=held_handover_id,
             adoption_ids=adoption_ids,
             adopts=adopts,
+            logprobs=logprobs_to_proto(logprobs),
         )
         if prefix_sender is not None:
             start.prefix_sender.CopyFrom(identity_to_proto(prefix_sender))
@@ -126,6 +130,9 @@ class RouterEnd:
             request_id=attempt.request_id, attempt=attempt.attempt, choices=choices
         )
         await self.say(cancel=cancel)
+
+    async def want(self, *adoption_ids: bytes) -> None:
+        await self.say(want=pb.WantSequences(adoption_ids=adoption_ids))
 
     async def confirm(self, key: SequenceKey, at: int) -> None:
         await self.say(confirm=pb.ConfirmPositions(sequences=[position(key, at)]))
@@ -175,6 +182,8 @@ class RouterEnd:
                 self.gaps.append((made.key, made.position))
                 continue
             ids += made.token_ids[have - made.position :]
+            scores = self.logprobs.setdefault(made.key, [])
+            scores += made.logprobs[have - made.position :]
             if made.finish_reason is not None:
                 self.ends[made.key] = made.finish_reason
         for given in response.frame.handed_over:

@@ -47,7 +47,13 @@ from batonlm.core.kvcache.block_pool import (
     SwapSpace,
 )
 from batonlm.core.kvcache.prefix import Prefix, PrefixChain, namespace
-from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.attempt import (
+    Attempt,
+    AttemptKey,
+    ChoiceTokens,
+    Logprobs,
+    SequenceKey,
+)
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.block_budget import BlockBudget, Reservation
@@ -395,9 +401,10 @@ class Scheduler:
     def _most_blocks(self, sequence: Sequence) -> int:
         return self._pool.blocks_for(sequence.most_positions)
 
-    def adopt(self, key: SequenceKey, attempt: Attempt) -> None:
+    def adopt(self, key: SequenceKey, attempt: Attempt, earlier: Iterable[Logprobs] = ()) -> None:
         """A sequence that has begun runs on as an attempt of another request, of this one choice,
         which repeats that of the sequence (`Attempt.repeats`). An Adopted event has all its tokens.
+        earlier: the log-probabilities of the output tokens that it began with, if asked for.
 
         Raises NotFound for one that is not here (any more), is held, or waits for its first KV.
         """
@@ -406,7 +413,7 @@ class Scheduler:
         begun = group is None or group.resumed
         if sequence is None or sequence.state is SequenceState.HELD or not begun:
             raise NotFound("This sequence is not here, or has not begun.")
-        self.sequences.rename(sequence, attempt)
+        self.sequences.rename(sequence, attempt, earlier)
         tokens = sequence.tokens_from(0)
         assert tokens is not None
         self._events += [KvComplete(attempt.key, attempt.num_prompt_tokens, 0.0), Adopted(tokens)]

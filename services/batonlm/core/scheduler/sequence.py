@@ -302,9 +302,12 @@ class Sequence:
             raise Internal(f"a sequence that is {self.state.name} cannot {event.name}")
         self.state = target
 
-    def rename(self, attempt: Attempt) -> None:
-        """It runs on as another attempt of the same choice, whose input is a part of its tokens."""
+    def rename(self, attempt: Attempt, earlier: collections.abc.Sequence[Logprobs] = ()) -> None:
+        """It runs on as another attempt of the same choice, whose input is a part of its tokens.
+        earlier: the log-probabilities of the output tokens that it began with, if that attempt has
+        none of them."""
         del self.logprobs[: max(0, attempt.position - self.attempt.position)]
+        self.logprobs[:0] = earlier
         self._orphan_ceiling = None
         self.attempt = attempt
         self.key = SequenceKey(attempt.request_id, self.key.choice, attempt.attempt)

@@ -9,12 +9,12 @@ leaves through `end`, which gives back all that it owns.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from batonlm.core.errors import NotFound
 from batonlm.core.kvcache.block_pool import BlockPool, InvariantBroken, SwapGrant, SwapSpace
-from batonlm.core.request.attempt import Attempt, AttemptKey, SequenceKey
+from batonlm.core.request.attempt import Attempt, AttemptKey, Logprobs, SequenceKey
 from batonlm.core.scheduler.prefixes import PrefixTransfers
 from batonlm.core.scheduler.sequence import Sequence, SequenceEvent, SequenceGroup, SequenceState
 
@@ -252,10 +252,13 @@ class SequenceTable:
         sequence.move(SequenceEvent.RESUME)
         self.running[sequence.id] = sequence
 
-    def rename(self, sequence: Sequence, attempt: Attempt) -> None:
-        """A sequence that stands alone, and is not held, is this attempt from now on."""
+    def rename(
+        self, sequence: Sequence, attempt: Attempt, earlier: Iterable[Logprobs] = ()
+    ) -> None:
+        """A sequence that stands alone, and is not held, is this attempt from now on. earlier: see
+        `Sequence.rename`."""
         self._drop_key(sequence)
-        sequence.rename(attempt)
+        sequence.rename(attempt, tuple(earlier))
         self._attempts[attempt.key] = {sequence.key.choice: sequence}
         group = self._group_of.get(sequence.id)
         if group is not None:

@@ -169,8 +169,8 @@ MOVES = Spec(
 ADOPTIONS = Spec(
     "baton_adoptions_total",
     "Choices of streams that began at another router and go on here, by whether their sequences "
-    "were adopted where they ran: adopted, or computed again because no worker had one (none) or "
-    "it was gone by then (failed).",
+    "were adopted where they ran: adopted; begun elsewhere with their tokens (tokens); or computed "
+    "again because no worker had one (none) or it was gone by then (failed).",
     ("outcome",),
 )
 PREDICTIONS = Spec(

@@ -649,13 +649,13 @@ class Pipeline:
         await self._idle.wait()
 
     def cut(self) -> None:
-        """Ends all running requests with a retryable error."""
+        """Ends all running requests with a retryable error. Streams may go on at another router."""
         self._shadows.drop()
         self._leaving = self.draining = self._cut = True
         for preparing in self._preparing:
             preparing.reschedule(asyncio.get_running_loop().time())
         for runner in self._runners:
-            runner.fail(left())
+            runner.leave(left())
         for stream in self._forwarded:
             stream.fail(left())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -24,7 +24,14 @@ from batonlm.core.errors import (
 )
 from batonlm.core.handover.table import HANDOVER_ID_BYTES
 from batonlm.core.observe.stages import Stage
-from batonlm.core.request.attempt import Attempt, AttemptState, ChoiceTokens, Phase, SequenceKey
+from batonlm.core.request.attempt import (
+    Attempt,
+    AttemptState,
+    ChoiceTokens,
+    Logprobs,
+    Phase,
+    SequenceKey,
+)
 from batonlm.core.request.model import ModelDescription, WorkerIdentity
 from batonlm.core.request.prompt_logprobs import PromptLogprobs
 from batonlm.core.request.request import Finished
@@ -58,6 +65,9 @@ the detokenizer at small steps, and the most that are computed in vain when one 
 FIND_ORPHANS_S = 1.0
 """How long a request that resumes a stream waits at most until a worker reports its sequences. A
 client comes here as soon as the worker notices that its router is gone, or sooner."""
+
+MAX_EARLIER_LOGPROBS = 4096
+"""Most tokens whose log-probabilities travel with an attempt: 1 MB with 20 alternatives each."""
 
 TOKEN_AGAIN_S = 0.01
 """It waits no longer than it may take to compute again what the client has, at so much a token."""
@@ -109,6 +119,8 @@ class RequestRunner:
         )
         self.migrations: dict[int, Migration] = {}
         """By choice: migrations that are offered and that no attempt has taken over yet."""
+        self.leaves = False
+        """Whether decode workers keep its sequences for another router."""
         self._stream_id = stream_id
         self._orphans: dict[int, WorkerIdentity] = {}
         """By choice: the decode workers of sequences that are to be adopted."""
@@ -164,6 +176,13 @@ class RequestRunner:
         name = self.context.request.tenant.name
         return [adoption_id(name, self._stream_id, choice) for choice in choices]
 
+    def earlier_logprobs(self, attempt: Attempt) -> Sequence[Logprobs]:
+        """Returns those of an attempt's input which another router needs to go on with it; the
+        choices of an attempt have the same ones."""
+        if not self._stream_id or attempt.position > MAX_EARLIER_LOGPROBS:
+            return ()
+        return self.state.logs[attempt.choices[0]].logprobs(0, attempt.position)
+
     async def _find_orphans(self) -> None:
         """Looks for the sequences of a stream that another router has begun, where it has not
         ended. What is not found is run again."""
@@ -176,6 +195,9 @@ class RequestRunner:
         loop = asyncio.get_running_loop()
         again_s = TOKEN_AGAIN_S * max((resumes.choices[n].tokens for n in awaited), default=0)
         give_up = loop.time() + min(FIND_ORPHANS_S, again_s)
+        # Their router may be connected: it hangs, is cut off from its client, or leaves.
+        for worker in fleet.decodes.workers() if awaited else ():
+            worker.client.want([ids[choice] for choice in awaited])
         while True:
             reports = [
                 (worker.identity, worker.load.orphans)
@@ -192,8 +214,17 @@ class RequestRunner:
             if awaited <= self._orphans.keys() or left <= 0:
                 break
             await fleet.changed.wait(left)
-        self.services.metrics.adoptions.labels("none").inc(len(awaited - self._orphans.keys()))
+        for choice in sorted(awaited - self._orphans.keys()):
+            self.adoption(choice, "none")
         self.state.adopt(self._orphans.keys())
+
+    def adoption(self, choice: int, outcome: str) -> None:
+        """Notes what became of a choice that another router has begun; see the metric."""
+        self.services.metrics.adoptions.labels(outcome).inc()
+        about = named(self.state.request_id, self.stages.trace.context.trace_id)
+        log.info(
+            "choice %d of another router: %s", choice, outcome, extra={**about, "adoption": outcome}
+        )
 
     def orphan(self, choice: int) -> Placement | None:
         """Returns the placement of an attempt that adopts a choice's sequence, or None when its
@@ -242,6 +273,12 @@ class RequestRunner:
     def cancel(self) -> None:
         """Ends the request from outside; `run` raises Cancelled."""
         self.fail(Cancelled("The request was cancelled."))
+
+    def leave(self, error: BatonError) -> None:
+        """Ends the request because this router ends; `run` raises the error. What its client may go
+        on with at another router stays on the decode workers."""
+        self.leaves = bool(self._stream_id)
+        self.fail(error)
 
     def fail(self, error: BatonError) -> None:
         """Ends the request from outside; `run` raises the error."""
@@ -357,7 +394,7 @@ class AttemptRunner:
         (choice,) = self._run.attempt.choices
         place = self._request.orphan(choice)
         if place is None:
-            self._metrics.adoptions.labels("failed").inc()
+            self._request.adoption(choice, "failed")
             error = Unavailable("The worker of this request is gone.")
             self._state.attempt_failed(self._number, error)
             self._request.turn()
@@ -451,6 +488,7 @@ class AttemptRunner:
                 plan=place.decision.plan,
                 adoption_ids=self._request.adoption_ids(attempt.choices),
                 adopts=self._run.adopts,
+                logprobs=self._request.earlier_logprobs(attempt),
             )
 
     async def _prefill(
@@ -511,7 +549,7 @@ class AttemptRunner:
             self._prefix_over(self._place.decode.identity, started)
         self._stages.kv_complete(self._run, started, computed=here)
         if self._run.adopts:
-            self._metrics.adoptions.labels("adopted").inc()
+            self._request.adoption(self._run.attempt.choices[0], "adopted")
         elif self._taking is not None:
             self._taking.arrived()
         elif not self._run.moved:
@@ -550,7 +588,8 @@ class AttemptRunner:
 
     def _decode_failed(self, error: BatonError, choices: Collection[int]) -> None:
         if self._run.adopts and not self._run.has_kv:
-            self._metrics.adoptions.labels("failed").inc()
+            (choice,) = self._run.attempt.choices
+            self._request.adoption(choice, "tokens" if len(self._state.logs[choice]) else "failed")
         self._blame(Phase.DECODE, error)
         self._state.phase_failed(self._number, Phase.DECODE, error, choices)
         self._turn_back()
@@ -681,7 +720,9 @@ class AttemptRunner:
         for move in self._leaving.values():
             move.stayed()
         if place.decode is not None:
-            place.decode.client.release(attempt.key, cancel=Phase.DECODE in holders)
+            stays = self._request.leaves and self._run.has_kv
+            cancel = Phase.DECODE in holders and not stays
+            place.decode.client.release(attempt.key, cancel=cancel)
         if place.prefill is not None and Phase.PREFILL in holders:
             self._request.services.background(place.prefill.client.cancel(attempt.key))
         for task in (self._waiting, self._prefilling):

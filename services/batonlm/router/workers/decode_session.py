@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -17,7 +17,13 @@ import grpc
 
 from batonlm.core.errors import BatonError, Unavailable
 from batonlm.core.handover.table import HANDOVER_ID_BYTES
-from batonlm.core.request.attempt import Attempt, AttemptKey, ChoiceTokens, SequenceKey
+from batonlm.core.request.attempt import (
+    Attempt,
+    AttemptKey,
+    ChoiceTokens,
+    Logprobs,
+    SequenceKey,
+)
 from batonlm.core.request.model import WorkerIdentity
 from batonlm.core.routing.rebalance import MoveReason, Stream
 from batonlm.core.routing.routing import PrefixPlan, is_stalled
@@ -27,6 +33,7 @@ from batonlm.rpc.convert import (
     choice_tokens_from_proto,
     error_from_proto,
     identity_to_proto,
+    logprobs_to_proto,
 )
 from batonlm.rpc.loop import Clock
 from batonlm.v1.decode_pb2 import (
@@ -42,6 +49,7 @@ from batonlm.v1.decode_pb2 import (
     SessionResponse,
     StartSequence,
     StepFrame,
+    WantSequences,
 )
 from batonlm.v1.decode_pb2_grpc import DecodeStub
 
@@ -97,6 +105,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._hand_overs: dict[SequenceKey, SessionRequest] = {}
         self._asked: dict[SequenceKey, SessionRequest] = {}
         """Hand-over requests without an answer, which are repeated after a break."""
+        self._wanted: set[bytes] = set()
         self._cancels: dict[AttemptKey, set[int]] = {}
         """Choices by attempt; none: all of them."""
         self._confirms: dict[SequenceKey, int] = {}
@@ -115,6 +124,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         plan: PrefixPlan | None = None,
         adoption_ids: Sequence[bytes] = (),
         adopts: bool = False,
+        logprobs: Iterable[Logprobs] = (),
     ) -> None:
         """Starts an attempt; `release` ends it. Without a sender decode prefills, behind what it
         collects by the plan.
@@ -122,13 +132,14 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         sender: the worker that has its KV. The worker itself goes on with the sequence whose KV it
         offered under this hand-over. adoption_ids: of each choice, for the router that goes on with
         it when this one is gone; none: none does. adopts: the worker goes on with the sequence that
-        it reports under this id.
+        it reports under this id. logprobs: of the output tokens in the input, for that router, too.
         """
         start = StartSequence(
             attempt=attempt_to_proto(attempt),
             max_unconfirmed=max_unconfirmed,
             adoption_ids=adoption_ids,
             adopts=adopts,
+            logprobs=logprobs_to_proto(logprobs),
         )
         if sender == self.worker:
             start.held_handover_id = handover_id
@@ -157,6 +168,12 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
             receiver_instance_id=receiver.instance_id,
         )
         self._hand_overs[key] = self._asked[key] = SessionRequest(hand_over=wish)
+        self.wake()
+
+    def want(self, adoption_ids: Collection[bytes]) -> None:
+        """Has the worker report these sequences, whether their router is connected or not. It is
+        said once: whoever waits for the report does not wait for long."""
+        self._wanted.update(adoption_ids)
         self.wake()
 
     def cancel(self, key: AttemptKey, choice: int) -> None:
@@ -211,6 +228,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         hand_overs, self._hand_overs = self._hand_overs, {}
         cancels, self._cancels = self._cancels, {}
         confirms, self._confirms = self._confirms, {}
+        wanted, self._wanted = self._wanted, set()
         messages = [*starts.values(), *hand_overs.values()]
         messages += [
             SessionRequest(
@@ -223,6 +241,8 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         if confirms:
             positions = [_position(key, position) for key, position in confirms.items()]
             messages.append(SessionRequest(confirm=ConfirmPositions(sequences=positions)))
+        if wanted:
+            messages.append(SessionRequest(want=WantSequences(adoption_ids=wanted)))
         return messages
 
     def incoming(self, message: SessionResponse) -> None:
@@ -249,6 +269,7 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         self._starts.clear()
         self._hand_overs.clear()
         self._asked.clear()
+        self._wanted.clear()
         self._cancels.clear()
         self._confirms.clear()
         self._confirmed.clear()
