@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from baton_loadtest.chaos.streams.load import (
     streams,
 )
 from baton_loadtest.chaos.streams.network import Edge, Proxy
+from baton_loadtest.chaos.streams.routers import Cause, causes
 from batonlm.cli.main import main
 from batonlm.cli.ports import HOST, free_ports
 from batonlm.v1 import inference_pb2
@@ -110,6 +113,45 @@ def test_losses_are_read_from_the_log(tmp_path: Path) -> None:
     log.write_text("\n".join(lines))
     found = hits(log)
     assert {name: hit.roles for name, hit in found.items()} == {"a": {"decode", "detokenizer"}}
+
+
+def test_the_longest_silence_has_a_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    now = datetime.now(UTC)
+    to_clock = time.time() - time.monotonic()
+
+    def stream(request: str, *events: float, lost: tuple[float, ...]) -> Answer:
+        base = now.timestamp() - to_clock
+        made = Answer([base + at for at in events], request, later_ids=[f"{request}-2"])
+        made.losses = [base + at for at in lost]
+        return made
+
+    def line(at: float, request: str, **more: str) -> str:
+        when = (now + timedelta(seconds=at)).isoformat()
+        return json.dumps({"time": when, "request_id": request, **more})
+
+    lines = [
+        line(2.0, "again-2", adoption="none"),
+        line(2.0, "adopted-2", adoption="adopted"),
+        line(2.0, "worker", lost_at="decode", reason="UNAVAILABLE"),
+        line(5.0, "adopted-2", lost_at="decode", reason="UNAVAILABLE"),
+        line(2.0, "often-2", adoption="failed"),
+    ]
+    log.write_text("\n".join(lines))
+    answers = [
+        stream("again", 0.0, 1.0, 4.0, 4.5, lost=(1.2,)),
+        stream("adopted", 0.0, 1.0, 3.0, 4.0, 5.5, lost=(1.2,)),
+        stream("worker", 0.0, 1.0, 3.5, lost=(1.2,)),
+        stream("often", 0.0, 1.0, 7.0, lost=(1.2, 3.0)),
+        stream("undisturbed", 0.0, 9.0, lost=()),
+    ]
+    found = {cause: [round(gap, 3) for gap in gaps] for cause, gaps in causes(log, answers).items()}
+    assert found == {
+        Cause.OFTEN: [6.0],
+        Cause.AGAIN: [3.0],
+        Cause.WORKER: [2.5],
+        Cause.NOTHING: [2.0],
+    }
 
 
 @asynccontextmanager

@@ -14,11 +14,12 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from baton_loadtest.chaos.streams.network import Network
 from baton_loadtest.chaos.world import Broken
@@ -51,17 +52,20 @@ class Hit:
 def hits(log: Path) -> dict[str, Hit]:
     """Returns hits by request id, from a log of JSON lines of the current boot."""
     found: dict[str, Hit] = {}
+    for noticed, record in records(log):
+        if record.get("lost_at") and record["reason"] != BUSY:
+            found.setdefault(record["request_id"], Hit(noticed)).roles.add(record["lost_at"])
+    return found
+
+
+def records(log: Path) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Yields the lines of a log of JSON lines, each with its time on the monotonic clock."""
     to_monotonic = time.monotonic() - time.time()
     for line in log.read_text(errors="replace").splitlines():
-        try:
+        with suppress(ValueError):
             record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or not record.get("lost_at") or record["reason"] == BUSY:
-            continue
-        noticed = datetime.fromisoformat(record["time"]).timestamp() + to_monotonic
-        found.setdefault(record["request_id"], Hit(noticed)).roles.add(record["lost_at"])
-    return found
+            if isinstance(record, dict) and "time" in record:
+                yield datetime.fromisoformat(record["time"]).timestamp() + to_monotonic, record
 
 
 OF_EACH = 2

@@ -167,6 +167,8 @@ class Answer:
     """gRPC's message for it."""
     losses: list[float] = field(default_factory=list)
     """When the client lost the stream and went on with it."""
+    later_ids: list[str] = field(default_factory=list)
+    """Ids of the requests with which it went on."""
     event_id: str = ""
     """Of the last delta, where events have ids."""
 
@@ -201,8 +203,13 @@ class Answer:
 
     def silence(self, since: float) -> float:
         """Returns the longest time without an event, among those that ended after `since`."""
-        gaps = [later - earlier for earlier, later in pairwise(self.times) if later > since]
-        return max(gaps, default=0.0)
+        began, ended = self.longest_silence(since)
+        return ended - began
+
+    def longest_silence(self, since: float) -> tuple[float, float]:
+        """Returns when it began and ended."""
+        gaps = [pair for pair in pairwise(self.times) if pair[1] > since]
+        return max(gaps, default=(since, since), key=lambda pair: pair[1] - pair[0])
 
     def gaps(self) -> list[float]:
         """Returns the times between events with tokens; the first event, the acceptance, has
@@ -328,6 +335,7 @@ async def follow(stub: Stub, wanted: Wanted, answer: Answer) -> None:
 
 
 RESUME_PAUSE_S = 0.1
+"""The pause between two calls that brought nothing."""
 
 
 async def follow_on(stub: Stub, wanted: Wanted, answer: Answer) -> None:
@@ -338,12 +346,15 @@ async def follow_on(stub: Stub, wanted: Wanted, answer: Answer) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         again, left_s = bool(request.options.last_event_id), deadline - time.monotonic()
+        nothing_yet = True
         try:
             async for response in stub.Generate(request, timeout=left_s):
-                event = response.event
+                event, nothing_yet = response.event, False
                 request.options.last_event_id = event.id
                 # The acceptance of another run is no event that the client waits for.
-                if not (again and event.HasField("accepted")):
+                if again and event.HasField("accepted"):
+                    answer.later_ids.append(event.accepted.request_id)
+                else:
                     answer.take(event, time.monotonic())
             return
         except grpc.aio.AioRpcError as error:
@@ -352,7 +363,7 @@ async def follow_on(stub: Stub, wanted: Wanted, answer: Answer) -> None:
                 answer.failed, answer.words = error.code(), error.details() or ""
                 return
             answer.losses.append(now)
-        await asyncio.sleep(RESUME_PAUSE_S)
+        await asyncio.sleep(RESUME_PAUSE_S if nothing_yet else 0.0)
 
 
 class Load:

@@ -2,8 +2,8 @@
 
 First all streams run undisturbed, as the reference. Then they run again through two routers with
 clients that resume them (`follow_on`), and meanwhile processes of all roles are killed, as by the
-schedule `kills`; of every five, one is a router. At the end another tenant's client shows the ids
-of these streams, and must get nothing.
+schedule `kills`; of every six, two are routers. At the end another tenant's client shows the ids of
+these streams, and must get nothing.
 
 In a second part, repeated, all streams run through one router without being resumed, the router is
 killed, and the workers must release all their resources.
@@ -17,15 +17,17 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 
 import grpc
 
 from baton_loadtest.chaos.streams.fleet import (
+    BUSY,
     OF_EACH,
     PATIENCE_S,
     POLL_S,
@@ -33,6 +35,7 @@ from baton_loadtest.chaos.streams.fleet import (
     WORKER_ROLES,
     Fleet,
     fleet,
+    records,
 )
 from baton_loadtest.chaos.streams.kills import RESUME_GOAL_S, Killer, victims
 from baton_loadtest.chaos.streams.load import (
@@ -79,13 +82,66 @@ class Adoptions:
         # A router that does not serve yet has counted nothing.
         with suppress(OSError):
             found = await self._running.metrics(name)
-            for outcome in ("adopted", "none", "failed"):
+            for outcome in ("adopted", "tokens", "none", "failed"):
                 count = total(found, "baton_adoptions_total", f'outcome="{outcome}"')
                 self._counts[outcome] += round(count)
 
-    def share(self) -> Result:
-        adopted, looked_for = self._counts["adopted"], self._counts.total()
-        return compared("choices that were adopted where they ran", adopted, "", looked_for)
+    def shares(self) -> Iterator[Result]:
+        looked_for = self._counts.total()
+        for outcome, what in (
+            ("adopted", "adopted where they ran"),
+            ("tokens", "gone on from their tokens"),
+        ):
+            yield compared(f"choices that were {what}", self._counts[outcome], "", looked_for)
+        again = self._counts["none"] + self._counts["failed"]
+        yield compared("choices that were computed again", again, "", looked_for)
+
+
+class Cause(Enum):
+    """What happened in the longest silence of a stream that lost its router; the first one of these
+    that did. The value is its name in tables."""
+
+    OFTEN = "that lost the next router in it, too"
+    AGAIN = "that were computed again in it"
+    WORKER = "that lost a worker in it"
+    NOTHING = "in which nothing else happened"
+
+
+def causes(log: Path, answers: Sequence[Answer]) -> dict[Cause, list[float]]:
+    """Returns the longest silences, by cause, of the streams that lost their router.
+
+    log: of the routers, which says of each request what it lost and what was adopted.
+    """
+    happened: dict[str, list[tuple[float, Cause]]] = {}
+    for at, record in records(log):
+        if record.get("adoption") in ("none", "failed"):
+            happened.setdefault(record["request_id"], []).append((at, Cause.AGAIN))
+        elif record.get("lost_at") and record["reason"] != BUSY:
+            happened.setdefault(record["request_id"], []).append((at, Cause.WORKER))
+    found: dict[Cause, list[float]] = {cause: [] for cause in Cause}
+    for answer in answers:
+        if not answer.losses:
+            continue
+        began, ended = answer.longest_silence(answer.losses[0])
+        seen = {
+            cause
+            for request_id in (answer.request_id, *answer.later_ids)
+            for at, cause in happened.get(request_id, ())
+            if began <= at <= ended
+        }
+        if sum(began <= at <= ended for at in answer.losses) > 1:
+            seen.add(Cause.OFTEN)
+        first = next((cause for cause in Cause if cause in seen), Cause.NOTHING)
+        found[first].append(ended - began)
+    return found
+
+
+def _by_cause(found: dict[Cause, list[float]]) -> Iterator[Result]:
+    for cause, gaps in found.items():
+        yield Result(f"streams {cause.value}", len(gaps), "")
+        if gaps:
+            yield Result(f"resume gap of streams {cause.value}, p50", quantile(gaps, 0.5), "s")
+            yield Result(f"resume gap of streams {cause.value}, longest", max(gaps), "s")
 
 
 @dataclass(slots=True)
@@ -112,7 +168,9 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         reference = await Load(stub, wanted, args.concurrency).once()
         say("and with kills")
         adoptions = Adoptions(running)
-        killer = Killer(running, victims(args.seed, mortal), args.down, adoptions.count)
+        # A router is back soon, so that their turn comes twice as often.
+        turns = [*mortal, *(role for role in mortal if role == "router")]
+        killer = Killer(running, victims(args.seed, turns), args.down, adoptions.count)
         answers = await killer.amid(Load(stub, wanted, args.concurrency, follow_on))
         await running.whole()
         for name in running.names("router"):
@@ -128,6 +186,7 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
             async with client_of([running.spec(DIES).grpc], own) as dies:
                 await _alone(running, dies, some, released)
         held, unasked = await running.at_rest(*ROLES), len(running.unasked)
+        by_cause = causes(running.log, answers)
     retryable = sum(answer.failed is grpc.StatusCode.UNAVAILABLE for answer in released.cut)
     gaps = [answer.silence(answer.losses[0]) for answer in answers if answer.losses]
     steady = [gap for answer in reference for gap in answer.gaps()]
@@ -140,10 +199,11 @@ async def _measure(args: argparse.Namespace, keys: Path) -> list[Result]:
         ),
         Result("streams that lost their router", len(gaps), ""),
         Result("of these, more than once", sum(len(a.losses) > 1 for a in answers), ""),
-        adoptions.share(),
+        *adoptions.shares(),
         Result("resume gap, p50", quantile(gaps, 0.5), "s"),
         at_most("resume gap, p99", quantile(gaps, 0.99), "s", RESUME_GOAL_S),
         Result("resume gap, longest", quantile(gaps, 1.0), "s"),
+        *_by_cause(by_cause),
         Result("between events of a stream, undisturbed, p99", quantile(steady, 0.99), "s"),
         compared("refused when another tenant shows their ids", refused, "", len(answers), 1.0),
         Result("routers killed while all streams were theirs", args.rounds, ""),
