@@ -18,7 +18,7 @@ from batonlm.transfer.kv_chunk import HEADER_BYTES
 MIB = 1 << 20
 KV_CHUNKS = 4
 LAYERS = 64
-TOLD_S = 0.05
+TOLD_S = 0.25
 """Time for messages of a sender to reach its receiver before it freezes."""
 
 
