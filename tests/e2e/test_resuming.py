@@ -1,8 +1,9 @@
-"""A router is killed in mid-stream; its client goes on at another one, and has every part once."""
+"""A router is lost in mid-stream; its client goes on at another one, and has every part once."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,9 @@ BROKEN_AFTER = 6
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """Two routers, at ports of the machine's choice."""
     flags = ("--routers", "2", "--http-port", "0", "--grpc-port", "0")
-    running = Relay(tmp_path_factory.mktemp("pair"), *flags)
+    # So that a router that ends in order cuts streams.
+    environment = {"BATON_DRAIN_TIMEOUT_S": "0.5"}
+    running = Relay(tmp_path_factory.mktemp("pair"), *flags, environment=environment)
     yield running
     running.close()
 
@@ -194,9 +197,13 @@ def counts(pair: Relay) -> tuple[float, float, float]:
     return adopted, total("decode", "baton_decode_tokens_total"), prefilled
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_nothing_is_computed_twice(pair: Relay, n: int) -> None:
-    """The decode worker kept what the router that was killed had begun; the other one adopts it."""
+@pytest.mark.parametrize(
+    ("n", "end"),
+    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP), (2, signal.SIGTERM)],
+)
+def test_nothing_is_computed_twice(pair: Relay, n: int, end: signal.Signals) -> None:
+    """The decode worker kept what a router had begun that was killed, hangs, or cuts its streams;
+    the other one adopts it."""
     prompt = [*range(60, 300), n]
     body = {
         "model": "baton-tiny",
@@ -219,23 +226,33 @@ def test_nothing_is_computed_twice(pair: Relay, n: int) -> None:
             seed = int(response.headers["x-baton-seed"])
             try:
                 for event in events(response):
-                    came.append(event)
+                    # The last one may be an error.
+                    came += [event] if event[0] else []
                     if len(came) == 200 * n:
-                        pair.kill(victim)
+                        pair.kill(victim, end)
+                        if end is signal.SIGSTOP:
+                            break
             except httpx.TransportError:
                 pass
-        if came[-1][1] == "[DONE]":
-            return False
-        rest = read(http_of(other) + COMPLETION, body, last_event_id=came[-1][0])
+        try:
+            if came[-1][1] == "[DONE]":
+                return False
+            rest = read(http_of(other) + COMPLETION, body, last_event_id=came[-1][0])
+            taken, sampled, prefilled = (
+                now - then for now, then in zip(counts(pair), before, strict=True)
+            )
+        finally:
+            pair.kill(victim, signal.SIGCONT)
         joined = Seen([each for _, each in came + rest])
-        taken, sampled, prefilled = (
-            now - then for now, then in zip(counts(pair), before, strict=True)
-        )
         if taken != n:
             return False
         assert pair.metric(other, "baton_adoptions_total", outcome="adopted") >= n
         assert sampled <= n * LONG
         assert prefilled <= len(prompt)
+        if end is signal.SIGSTOP:
+            # It learns that it lost them, and that nobody waits for them.
+            idle = lambda: pair.metric(victim, "baton_requests_open") == 0  # noqa: E731
+            eventually(idle, PATIENCE_S, "the router that hung has no request")
         whole = read(http_of(other) + COMPLETION, {**body, "seed": seed})
         expected = Seen([each for _, each in whole])
         assert joined.choices == expected.choices

@@ -498,7 +498,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
         session.forget(log.key)
         if session.stream is not None:
             error = HandoverFailed("another router goes on with this sequence")
-            session.failed(log.attempt.key, (log.key.choice,), error)
+            session.failed(log.attempt.key, (log.key.choice,), error, adopted=True)
 
     async def _adopt(self, running: DecodeAttempt, log: SequenceLog) -> None:
         """Has a sequence run on as this attempt. Raises HandoverFailed."""

@@ -203,8 +203,16 @@ class RouterSession:
         self._dirty[tokens.key] = None
         self._wake.set()
 
-    def failed(self, key: AttemptKey, choices: Iterable[int], error: BatonError) -> None:
-        """Queues the failure of choices of an attempt."""
+    def failed(
+        self,
+        key: AttemptKey,
+        choices: Iterable[int],
+        error: BatonError,
+        *,
+        adopted: bool = False,
+    ) -> None:
+        """Queues the failure of choices of an attempt. adopted: another router goes on with
+        them."""
         choices = tuple(choices)
         for choice in choices:
             self.forget(SequenceKey(key.request_id, choice, key.attempt))
@@ -214,6 +222,7 @@ class RouterSession:
                 attempt=key.attempt,
                 choices=choices,
                 error=error_to_proto(error),
+                adopted=adopted,
             )
         )
         self._wake.set()

@@ -528,10 +528,13 @@ class SequenceFailure(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ADOPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
     """The attempt."""
+    adopted: _builtins.bool
+    """Another router has adopted them: their client has left this one."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The choices that failed."""
@@ -547,10 +550,11 @@ class SequenceFailure(_message.Message):
         attempt: _builtins.int = ...,
         choices: _abc.Iterable[_builtins.int] | None = ...,
         error: _types_pb2.Error | None = ...,
+        adopted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choices", b"choices", "error", b"error", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "attempt", b"attempt", "choices", b"choices", "error", b"error", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,6 +165,7 @@ async def test_a_router_that_is_there_loses_what_another_one_wants(tokens: int) 
         await until(lambda: bool(old.failures))
         whole, choices, error = old.failures.pop()
         assert (whole, choices, error.reason) == (one.key, (0,), Reason.HANDOVER_FAILED)
+        assert old.adopted == [one.key] and not new.adopted
         # It may say what it likes of that choice, and keeps the other one.
         await old.cancel(one, 0)
         await old.confirm(first, 5)

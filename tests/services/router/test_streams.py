@@ -41,6 +41,7 @@ class Sink:
     tokens: list[ChoiceTokens] = field(default_factory=list)
     failures: list[tuple[BatonError, tuple[int, ...]]] = field(default_factory=list)
     migrated_out: list[tuple[int, bytes, int | None]] = field(default_factory=list)
+    adopted: int = 0
 
     def on_tokens(self, tokens: ChoiceTokens) -> None:
         self.tokens.append(tokens)
@@ -50,6 +51,9 @@ class Sink:
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         self.failures.append((error, tuple(choices)))
+
+    def on_adopted(self) -> None:
+        self.adopted += 1
 
     def on_migrated_out(self, choice: int, handover_id: bytes, position: int | None) -> None:
         self.migrated_out.append((choice, handover_id, position))
@@ -181,13 +185,18 @@ async def test_frames_go_to_their_attempt_and_nowhere_else(channel: grpc.aio.Cha
         tokens=[choice_tokens_to_proto(entry) for entry in entries],
         failures=[
             decode_pb2.SequenceFailure(
-                request_id="r", attempt=1, choices=[1], error=error_to_proto(Unavailable("x"))
+                request_id="r",
+                attempt=1,
+                choices=[1],
+                error=error_to_proto(Unavailable("x")),
+                adopted=True,
             )
         ],
     )
     session.incoming(decode_pb2.SessionResponse(frame=frame))
     assert [sink.tokens for sink in sinks] == [[entries[0]], [entries[1]]]
     assert [choices for _, choices in sinks[1].failures] == [(1,)]
+    assert [sink.adopted for sink in sinks] == [0, 1]
     session.lose(Unavailable("gone"))
     assert [choices for _, choices in sinks[0].failures] == [()]
     session.incoming(decode_pb2.SessionResponse(frame=frame))

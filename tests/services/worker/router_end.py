@@ -49,6 +49,8 @@ class RouterEnd:
         self.positions: dict[SequenceKey, int] = {}
         self.ends: dict[SequenceKey, FinishReason] = {}
         self.failures: list[tuple[AttemptKey, tuple[int, ...], BatonError]] = []
+        self.adopted: list[AttemptKey] = []
+        """Those of which a choice belongs to another router now."""
         self.started: dict[AttemptKey, pb.SequenceStarted] = {}
         self.lost: list[SequenceKey] = []
         self.migrated_out: dict[SequenceKey, tuple[bytes, int | None]] = {}
@@ -192,6 +194,7 @@ class RouterEnd:
             self.migrated_out[sequence] = (given.handover_id, position)
         for failure in response.frame.failures:
             key = AttemptKey(failure.request_id, failure.attempt)
+            self.adopted += [key] * failure.adopted
             self.failures.append((key, tuple(failure.choices), error_from_proto(failure.error)))
 
 

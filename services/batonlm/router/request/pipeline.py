@@ -464,6 +464,11 @@ class Pipeline:
         runner = made.runner
         shadow: ShadowRun | None = None
 
+        def adopted() -> None:
+            self._keep(self.kept.leave(request.tenant, context.stream_id))
+
+        runner.on_adopted = adopted
+
         def observe_first_token() -> None:
             stages.first_text_ready()
             self._metrics.first_token(request.tenant, loop.time() - arrival)

@@ -119,6 +119,8 @@ class RequestRunner:
         )
         self.migrations: dict[int, Migration] = {}
         """By choice: migrations that are offered and that no attempt has taken over yet."""
+        self.on_adopted: Callable[[], None] = lambda: None
+        """Called when another router goes on with a choice, because its client went there."""
         self.leaves = False
         """Whether decode workers keep its sequences for another router."""
         self._stream_id = stream_id
@@ -572,6 +574,9 @@ class AttemptRunner:
         self._metrics.collected(prefix.num_tokens, self._place.decision.reason_to_collect)
         if prefix.outcome not in ("completed", "cached", "full"):
             pauses.gave_none(plan.sender.instance_id, now)
+
+    def on_adopted(self) -> None:
+        self._request.on_adopted()
 
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         runs = self._prefilling is not None and not self._prefilling.done()

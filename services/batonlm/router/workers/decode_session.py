@@ -71,6 +71,9 @@ class SequenceSink(Protocol):
     def on_failed(self, error: BatonError, choices: Collection[int]) -> None:
         """These choices failed, or all when none is named."""
 
+    def on_adopted(self) -> None:
+        """Another router has adopted what fails next."""
+
     def next_positions(self) -> dict[SequenceKey, int]:
         """Returns the next output position of each running sequence."""
 
@@ -291,11 +294,11 @@ class DecodeSession(SharedStream[SessionRequest, SessionResponse]):
         for given in frame.handed_over:
             self._migrated_out(given)
         for failure in frame.failures:
-            self._failed(
-                AttemptKey(failure.request_id, failure.attempt),
-                error_from_proto(failure.error),
-                tuple(failure.choices),
-            )
+            key = AttemptKey(failure.request_id, failure.attempt)
+            sink = self._sinks.get(key)
+            if failure.adopted and sink is not None:
+                sink.on_adopted()
+            self._failed(key, error_from_proto(failure.error), tuple(failure.choices))
 
     def _migrated_out(self, given: SequenceHandedOver) -> None:
         key = SequenceKey(given.request_id, given.choice, given.attempt)
