@@ -15,6 +15,7 @@ from batonlm.core.scheduler.drafts import (
     Draft,
     NgramDrafter,
     NgramIndex,
+    Prices,
     Wish,
 )
 
@@ -28,7 +29,7 @@ def repetition(tokens: Sequence[int], place: int) -> int:
 
 
 def drafted(drafter: NgramDrafter, tokens: Sequence[int], most: int = 8, number: int = 0) -> Draft:
-    (draft,) = drafter.draft([Wish(number, tokens, most)])
+    (draft,) = drafter.draft([Wish(number, tokens, most)], Prices())
     return draft
 
 
@@ -93,10 +94,10 @@ def test_a_long_prompt_is_taken_up_in_parts_beside_others() -> None:
     drafter = NgramDrafter()
     long, short = [*range(MOST_TAKEN_UP), 5, 6, 7], [1, 2, 3, 4, 1, 2, 3]
     wishes = [Wish(0, short, 4), Wish(1, long, 4), Wish(2, short, 4)]
-    found = drafter.draft(wishes)
+    found = drafter.draft(wishes, Prices())
     assert found[0].tokens == [4, 1, 2, 3]
     assert [draft.tokens for draft in found[1:]] == [(), ()]
-    assert [list(draft.tokens) for draft in drafter.draft(wishes)] == [
+    assert [list(draft.tokens) for draft in drafter.draft(wishes, Prices())] == [
         [4, 1, 2, 3],
         [8, 9, 10, 11],
         [4, 1, 2, 3],

@@ -11,6 +11,7 @@ import pytest
 from batonlm.core.kvcache.block_pool import BlockPool
 from batonlm.core.request.attempt import Attempt
 from batonlm.core.request.request import FinishReason, SamplingParams
+from batonlm.core.scheduler.drafts import Draft, Prices
 from batonlm.core.scheduler.events import AttemptFailed, Event, NewTokens
 from batonlm.core.scheduler.loop import EngineLoop
 from batonlm.core.scheduler.plan import StepPlan, StepWork
@@ -256,12 +257,8 @@ class Timed:
 class Endless(Foretold):
     """Drafts that are never right, of given odds, for whoever asks."""
 
-    def draft(self, wishes: Any) -> Any:
-        known = [super(Endless, self).draft([wish])[0] for wish in wishes]
-        return [
-            draft._replace(tokens=[9] * wish.most, odds=[self._odds] * wish.most)
-            for draft, wish in zip(known, wishes, strict=True)
-        ]
+    def draft(self, wishes: Any, prices: Prices) -> Any:
+        return [Draft([9] * wish.most, [self._odds] * wish.most, "foretold") for wish in wishes]
 
 
 def busy(count: int, odds: float, seconds: Callable[[StepWork], float], **fields: Any) -> Timed:

@@ -307,7 +307,7 @@ class EngineThread:
             self._flush(loop.scheduler.take_events())
             if plan is not None:
                 unchecked = True
-                self._watch.submitted(plan.num_tokens, now)
+                self._watch.submitted(plan.num_tokens, now + plan.work.drafting_s)
                 loop.submit(plan)
             if loop.in_flight and (plan is None or not loop.has_room):
                 self._collect(loop)

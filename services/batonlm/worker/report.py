@@ -121,16 +121,16 @@ class WorkerReport:
     def _drafts(self) -> Gauge:
         speculation = self.scheduler.speculation
         assert speculation is not None
-        kind = speculation.drafter.kind
-        return {
-            (kind, "computed"): speculation.drafted,
-            (kind, "accepted"): speculation.accepted,
-        }
+        found: Gauge = {}
+        for kind, counts in speculation.counts.items():
+            found[kind, "computed"] = counts.drafted
+            found[kind, "accepted"] = counts.accepted
+        return found
 
     def _saved_steps(self) -> Gauge:
         speculation = self.scheduler.speculation
         assert speculation is not None
-        return {(speculation.drafter.kind,): speculation.saved_steps}
+        return {(kind,): counts.saved_steps for kind, counts in speculation.counts.items()}
 
     def _probes(self) -> Gauge:
         return {labels: number for labels, number in dict(self.stats.probes).items()}

@@ -1,17 +1,29 @@
-"""Drafts: tokens that a sequence will probably draw, found where its own text repeats itself.
+"""Drafts: tokens that a sequence will probably draw, and the port through which they are found.
 
 In: the tokens of sequences. Out: the next ones, each with its odds. A wrong draft costs time and
-changes nothing, see `speculation`.
+changes nothing, see `speculation`. Here they are found where a sequence's own text repeats itself;
+`model_drafts` has a small model compute them.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from collections.abc import Sequence as Many
+from math import inf
 from typing import NamedTuple, Protocol
+
+from batonlm.core.kvcache.block_pool import Extents
 
 MOST_DRAFTS = 15
 """Of a sequence in a step: with the token before them they fill a tile of attention."""
+
+
+LEAST_WORTH = 0.05
+"""A draft of lesser odds is not worth looking at, however cheap."""
+
+MARGIN = 1.2
+"""How much more a draft must be worth than it costs, as far as that is known."""
 
 
 class Wish(NamedTuple):
@@ -22,6 +34,27 @@ class Wish(NamedTuple):
     """Prompt and output so far; from one call to the next the same with more behind them."""
     most: int
     """Drafts, at most."""
+    extents: Extents = ()
+    """Its blocks. If the drafter `computes`, they have room for as many drafts."""
+    stay: int = 0
+    """Another one when its blocks became others, of which nobody knows what they hold."""
+    left: int = 1 << 30
+    """Tokens that it can still get."""
+    ends: Collection[int] = ()
+    """Tokens that nothing follows."""
+
+
+class Prices(NamedTuple):
+    """What the step that drafts are for makes and takes, as far as that is known."""
+
+    rows: int = 1
+    """Tokens without drafts."""
+    step_s: float = 0.0
+    """Seconds without drafts; 0: not known."""
+    draft_s: float = 0.0
+    """Seconds of each draft in it."""
+    within_s: float = inf
+    """Seconds that finding drafts may take."""
 
 
 class Draft(NamedTuple):
@@ -30,6 +63,8 @@ class Draft(NamedTuple):
     tokens: Many[int] = ()
     odds: Many[float] = ()
     """For each token how likely it is drawn if those before it are."""
+    kind: str = ""
+    """Where they come from, one of the drafter's `kinds`."""
 
 
 NOTHING = Draft()
@@ -37,18 +72,60 @@ NOTHING = Draft()
 
 class Drafter(Protocol):
     """Where drafts come from. Engine thread only. Doubles: in `tests.core.drafting`, real:
-    `NgramDrafter`."""
+    `NgramDrafter`, `model_drafts.ModelDrafter` and `model_drafts.Drafters`."""
 
-    kind: str
-    """Its name in metrics."""
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The names of its kinds of drafts in metrics."""
 
-    def draft(self, wishes: Many[Wish]) -> list[Draft]:
+    @property
+    def computes(self) -> bool:
+        """Whether it computes in the blocks of sequences."""
+
+    @property
+    def seconds(self) -> float:
+        """What the last call of `draft` took of the device, 0 where it did not compute."""
+
+    def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
         """One for each wish, all of one step. A drafter learns from the tokens that it is shown
         what its drafts are worth; it need not be asked at each step."""
+
+    def peek(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
+        """About what `draft` would find, without computing anything: odds count, and tokens may be
+        missing."""
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended, or there are no drafts for it any more. Unknown ones are no
         error."""
+
+
+def worths(odds: Many[float]) -> list[float]:
+    """How likely each draft is right with all before it."""
+    worth = 1.0
+    found = []
+    for each in odds:
+        worth *= each
+        found.append(worth)
+    return found
+
+
+class Odds:
+    """How often drafts were right, by a class of theirs."""
+
+    __slots__ = ("_hits", "_tries")
+
+    def __init__(self, classes: int) -> None:
+        self._hits = [0.0] * classes
+        self._tries = [0.0] * classes
+
+    def learn(self, index: int, hit: bool, keep: float) -> None:
+        """keep: the weight that evidence keeps with each newer one."""
+        self._hits[index] = keep * self._hits[index] + hit
+        self._tries[index] = keep * self._tries[index] + 1.0
+
+    def guess(self, index: int, prior: float, weight: float) -> float:
+        """prior: what counts while nothing was seen, as much as `weight` observations."""
+        return (self._hits[index] + weight * prior) / (self._tries[index] + weight)
 
 
 SHORTEST = 3
@@ -57,6 +134,7 @@ _LONGEST = 12
 """Longer repetitions are not told apart."""
 _CANDIDATES = 4
 """Earlier places that are compared."""
+_LENGTHS = _LONGEST - SHORTEST + 1
 _SLOTS = 1 << 10, 1 << 17
 """Of a table of places, at least and at most."""
 
@@ -131,27 +209,6 @@ def _slot(first: int, second: int, third: int) -> int:
     return ((first * 0x9E3779B1) ^ (second * 0x85EBCA6B) ^ (third * 0xC2B2AE35)) >> 7
 
 
-class Odds:
-    """How often what stood behind a repetition came again, by the repetition's length."""
-
-    __slots__ = ("_hits", "_tries")
-
-    def __init__(self) -> None:
-        self._hits = [0.0] * (_LONGEST - SHORTEST + 1)
-        self._tries = [0.0] * (_LONGEST - SHORTEST + 1)
-
-    def learn(self, length: int, hit: bool, keep: float) -> None:
-        """keep: the weight that evidence keeps with each newer one."""
-        index = min(length, _LONGEST) - SHORTEST
-        self._hits[index] = keep * self._hits[index] + hit
-        self._tries[index] = keep * self._tries[index] + 1.0
-
-    def guess(self, length: int, prior: float, weight: float) -> float:
-        """prior: what counts while nothing was seen, as much as `weight` observations."""
-        index = min(length, _LONGEST) - SHORTEST
-        return (self._hits[index] + weight * prior) / (self._tries[index] + weight)
-
-
 _KEEP_OWN = 0.9
 """What is known of a sequence is of its newest ten or so repetitions of a length."""
 _KEEP_ALL = 0.995
@@ -175,19 +232,24 @@ class NgramDrafter:
     """
 
     kind = "ngram"
+    kinds = (kind,)
+    computes = False
+    seconds = 0.0
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
-        self._odds = Odds()
-        """Of all sequences."""
+        self._odds = Odds(_LENGTHS)
+        """Of all sequences, by the repetition's length, as those of each."""
 
-    def draft(self, wishes: Many[Wish]) -> list[Draft]:
+    def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
         left = MOST_TAKEN_UP
         found = []
-        for sequence_id, tokens, most in wishes:
-            known = self._known.get(sequence_id)
+        for wish in wishes:
+            tokens = wish.tokens
+            known = self._known.get(wish.sequence_id)
             if known is None:
-                known = self._known[sequence_id] = _Known(NgramIndex(len(tokens)), Odds())
+                known = _Known(NgramIndex(len(tokens)), Odds(_LENGTHS))
+                self._known[wish.sequence_id] = known
             index = known.places
             new = len(tokens) - index.size
             if new > left:
@@ -198,8 +260,11 @@ class NgramDrafter:
             left -= new
             self._take_up(known, tokens, new)
             place = index.find(tokens)
-            found.append(self._behind(known, tokens, place, most) if place else NOTHING)
+            found.append(self._behind(known, tokens, place, wish.most) if place else NOTHING)
         return found
+
+    def peek(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
+        return self.draft(wishes, prices)
 
     def forget(self, sequence_id: int) -> None:
         self._known.pop(sequence_id, None)
@@ -216,8 +281,8 @@ class NgramDrafter:
             index.extend(tokens, end)
             if length:
                 hit = index.place > 0
-                odds.learn(length, hit, _KEEP_OWN)
-                self._odds.learn(length, hit, _KEEP_ALL)
+                odds.learn(_class_of(length), hit, _KEEP_OWN)
+                self._odds.learn(_class_of(length), hit, _KEEP_ALL)
             if end < size:
                 index.find(tokens)
 
@@ -229,6 +294,11 @@ class NgramDrafter:
         for i in range(min(most, MOST_DRAFTS)):
             at = place + i
             drafts.append(tokens[at] if at < size else drafts[at - size])
-            of_all = self._odds.guess(length + i, _PRIOR, _WEIGHT)
-            odds.append(known.odds.guess(length + i, of_all, _WEIGHT))
-        return Draft(drafts, odds)
+            index = _class_of(length + i)
+            of_all = self._odds.guess(index, _PRIOR, _WEIGHT)
+            odds.append(known.odds.guess(index, of_all, _WEIGHT))
+        return Draft(drafts, odds, self.kind)
+
+
+def _class_of(length: int) -> int:
+    return min(length, _LONGEST) - SHORTEST

@@ -132,6 +132,8 @@ class StepWork(NamedTuple):
     """Positions of the other chunks."""
     drafts: int = 0
     """Positions of drafts behind rows."""
+    drafting_s: float = 0.0
+    """Seconds of the device that finding drafts took, while the step was planned."""
 
 
 NO_WORK = StepWork()

@@ -16,6 +16,9 @@ from batonlm.core.scheduler.deficits import Deficits
 from batonlm.core.scheduler.sequence import SequenceGroup
 from batonlm.core.scheduler.sequence_table import Load
 
+SPECULATION = "off", "ngram", "draft"
+"""Where drafts may come from: from the text before, or from there and from a small model."""
+
 RETRY_S = 0.05
 """About a step, and as often as a worker reports its load."""
 
@@ -99,7 +102,7 @@ class SchedulerPolicy:
     """How long an input waits for others to fill a step with, when nothing is being computed and
     another one came lately."""
     speculation: str = "off"
-    """Where drafts come from: off, or ngram, which is the text before, see `drafts`."""
+    """Where drafts come from, one of SPECULATION."""
     starving_after_s: float = 0.0
     """A group that found no room for so long lets none behind it start."""
 

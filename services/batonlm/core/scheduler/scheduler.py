@@ -57,7 +57,7 @@ from batonlm.core.request.attempt import (
 from batonlm.core.request.model import ModelDescription
 from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.block_budget import BlockBudget, Reservation
-from batonlm.core.scheduler.drafts import Drafter, NgramDrafter
+from batonlm.core.scheduler.drafts import Drafter
 from batonlm.core.scheduler.events import (
     Adopted,
     AttemptFailed,
@@ -69,6 +69,7 @@ from batonlm.core.scheduler.events import (
     NewTokens,
     Planned,
 )
+from batonlm.core.scheduler.model_drafts import DraftModel, drafter_of
 from batonlm.core.scheduler.plan import (
     Chunk,
     CompiledGrammar,
@@ -160,14 +161,20 @@ class Scheduler:
         model: ModelDescription,
         *,
         num_swap_blocks: tuple[int, int] = (0, 0),
+        draft_model: DraftModel | None = None,
         drafter: Drafter | None = None,
     ):
-        """num_swap_blocks: as the runner has them, in host memory and on disk. drafter: in place of
-        the policy's."""
-        if drafter is None and policy.speculation == NgramDrafter.kind:
-            drafter = NgramDrafter()
+        """num_swap_blocks: as the runner has them, in host memory and on disk. draft_model: the
+        runner's. drafter: in place of the policy's."""
+        drafter = drafter or drafter_of(policy.speculation, draft_model)
+        self._cost = StepCost(drafts=drafter is not None)
+        self.speculation: Speculation | None = None
+        """Where sequences run, keep no state that drafts would change, and have a drafter."""
+        if drafter is not None and not policy.first_token_only and not pool.state_blocks:
+            self.speculation = Speculation(drafter, pool, policy, self._cost)
         swap = SwapSpace(*num_swap_blocks)
-        self.sequences = SequenceTable(pool, swap, drafter.forget if drafter else lambda gone: None)
+        forget = self.speculation.forget if self.speculation else lambda sequence_id: None
+        self.sequences = SequenceTable(pool, swap, forget)
         self.live_receivers = 1
         """Decode workers that share the pool of a prefill worker. Settable."""
         self.adapters: dict[str, None] = {}
@@ -184,13 +191,8 @@ class Scheduler:
             model.max_model_len if policy.first_token_only else self._max_positions
         )
         self._turns = TenantTurns(policy.quantum) if policy.quantum else None
-        self._cost = StepCost(drafts=drafter is not None)
         self._prefill_cost = PrefillCost()
         self._budget = BlockBudget(pool, self.sequences, self._cost, policy, self._fail)
-        self.speculation: Speculation | None = None
-        """Where sequences run, keep no state that drafts would change, and have a drafter."""
-        if drafter is not None and not policy.first_token_only and not pool.state_blocks:
-            self.speculation = Speculation(drafter, pool, policy, self._cost)
         self._reservation = Reservation()
         self._launched: deque[_LaunchedStep] = deque()
         self._events: list[Event] = []
@@ -487,10 +489,12 @@ class Scheduler:
             rows = [s for s in rows if s.table is not None] + restored
         prefill = sum(len(chunk.token_ids) for chunk in input_chunks)
         drafts: dict[int, Many[int]] = {}
+        drafting_s = 0.0
         if self.speculation is not None and rows:
             num_sampled = sum(len(chunk.samples) for chunk in input_chunks)
             keep = self._budget.blocks_to_keep
             drafts = self.speculation.choose(rows, num_sampled, prefill, keep)
+            drafting_s = self.speculation.drafting_s
         chunks, context = next_chunks(rows, drafts)
         num_drafts = sum(chunk.num_drafts for chunk in chunks) if drafts else 0
         snapshots = self._snapshots(rows, chunks) if self._pool.state_blocks else {}
@@ -507,15 +511,15 @@ class Scheduler:
             tuple(copies),
             tuple(swapping.swap_out),
             tuple(swapping.swap_in),
-            StepWork(len(rows), context, prefill, num_drafts),
+            StepWork(len(rows), context, prefill, num_drafts, drafting_s),
         )
         self._launch(plan.step, rows, inputs, restored, snapshots, has_drafts=num_drafts > 0)
         return plan
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step ran, so that the time of later ones can be predicted: from its start, or
-        the end of the one before it, to its own end. Called before its result is applied, by
-        the caller, who has a clock."""
+        """How long a step ran, so that the time of later ones can be predicted: from its start
+        without what drafting took, or the end of the one before it, to its own end. Called before
+        its result is applied, by the caller, who has a clock."""
         # What moving blocks takes is reported apart, in StepResult.swap_s. Rows of logits, with
         # which a prompt is scored, take time that no other step's positions do.
         if plan.swap_out or plan.swap_in or plan.scores:
@@ -838,7 +842,7 @@ class Scheduler:
         before = len(sequence.tokens) - 1
         tokens = sequence.accept_with_drafts(drawn)
         right = sum(a == b for a, b in zip(drafts, tokens.token_ids, strict=False))
-        self.speculation.took(len(drafts), right, tokens.saved_steps)
+        self.speculation.took(sequence.id, len(drafts), right, tokens.saved_steps)
         computed = len(sequence.tokens) - 1
         if computed // size > before // size:
             sequence.publish(self._pool, computed)

@@ -197,6 +197,7 @@ class Sequence:
         "snapshot",
         "speculates",
         "state",
+        "stay",
         "table",
         "tokens",
     )
@@ -227,6 +228,8 @@ class Sequence:
         self.logprobs: list[Logprobs] = []
         self.table: BlockTable | None = None
         self.chain: PrefixChain | None = None
+        self.stay = 0
+        """How often it got blocks."""
         self.in_flight = 0
         """Launched steps that sample for it."""
         self.lost = False
@@ -279,6 +282,11 @@ class Sequence:
         return len(self.tokens) - self._num_prompt
 
     @property
+    def extents(self) -> Extents:
+        """Its blocks, as of the last `settle`."""
+        return self._extents
+
+    @property
     def must_wait(self) -> bool:
         """Whether it is as far ahead of confirmed positions as it may be."""
         return 0 < self.max_unconfirmed <= self.position + self.in_flight - self.confirmed
@@ -327,6 +335,7 @@ class Sequence:
     def begin(self, pool: BlockPool, computed: int, *, awaited: bool = False) -> None:
         """It has blocks and runs. awaited: a launched step samples its next token."""
         self.num_computed_tokens = computed
+        self.stay += 1
         self.in_flight = int(awaited)
         self.drafts = ()
         self.lost = False

@@ -15,19 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from math import inf
 
 from batonlm.core.kvcache.block_pool import BlockPool
-from batonlm.core.scheduler.drafts import MOST_DRAFTS, Draft, Drafter, Wish
+from batonlm.core.scheduler.drafts import (
+    LEAST_WORTH,
+    MARGIN,
+    MOST_DRAFTS,
+    Drafter,
+    Prices,
+    Wish,
+    worths,
+)
 from batonlm.core.scheduler.plan import StepWork
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.core.scheduler.sequence import Sequence
 from batonlm.core.scheduler.step_cost import StepCost
-
-LEAST_WORTH = 0.05
-"""A draft of lesser odds is not worth looking at, however cheap."""
-
-MARGIN = 1.2
-"""How much more a draft must be worth than it costs, as far as that is known."""
 
 _FADE = 0.99
 """Each step without drafts because of their price lets it fade a little: it is measured again when
@@ -36,24 +40,51 @@ _TRIED = 8
 """Drafts of a step that measures what they take, at most, and for every other row one."""
 
 
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts of one kind."""
+
+    drafted: int = 0
+    """Drafts that were computed."""
+    accepted: int = 0
+    """Those that were right, behind none that was not."""
+    saved_steps: int = 0
+    """How many more steps their sequences would have taken without them."""
+
+
 class Speculation:
     """Chooses drafts, and counts what becomes of them."""
 
     def __init__(
         self, drafter: Drafter, pool: BlockPool, policy: SchedulerPolicy, cost: StepCost
     ) -> None:
-        self.drafter = drafter
-        self.drafted = 0
-        """Drafts that were computed."""
-        self.accepted = 0
-        """Those that were right, behind none that was not."""
-        self.saved_steps = 0
-        """How many more steps their sequences would have taken without them."""
+        self.counts = {kind: DraftCounts() for kind in drafter.kinds}
+        """By kind."""
+        self.drafting_s = 0.0
+        """What finding the drafts of the planned step took of the device."""
+        self._drafter = drafter
+        self._kinds: dict[int, str] = {}
+        """Of drafts in flight, by sequence id."""
         self._pool = pool
         self._policy = policy
         self._cost = cost
         self._faded: dict[int, float] = {}
         """By `StepCost.class_of` rows, how much of their price still counts; 1 if missing."""
+
+    @property
+    def drafted(self) -> int:
+        """Of all kinds."""
+        return sum(counts.drafted for counts in self.counts.values())
+
+    @property
+    def accepted(self) -> int:
+        """Of all kinds."""
+        return sum(counts.accepted for counts in self.counts.values())
+
+    @property
+    def saved_steps(self) -> int:
+        """Of all kinds."""
+        return sum(counts.saved_steps for counts in self.counts.values())
 
     def choose(
         self,
@@ -68,6 +99,7 @@ class Speculation:
         blocks_to_keep: how many have to stay free.
         """
         policy = self._policy
+        self.drafting_s = 0.0
         asked = [one for one in rows if one.speculates and not one.in_flight]
         room = min(
             policy.max_sequences - len(rows) - num_sampled,
@@ -76,8 +108,9 @@ class Speculation:
         if not asked or room <= 0:
             return {}
         step_s, draft_s = self._seconds(rows, prefill)
+        within_s = policy.target_step_s - step_s if policy.target_step_s else inf
         if policy.target_step_s and draft_s:
-            room = min(room, int((policy.target_step_s - step_s) / draft_s))
+            room = min(room, int(within_s / draft_s))
             if room <= 0:
                 return {}
         size = self._cost.class_of(len(rows))
@@ -90,51 +123,64 @@ class Speculation:
         wishes = []
         for one in asked:
             most = min(MOST_DRAFTS, room, one.ceiling - 1 - one.num_computed_tokens)
+            if most > 0 and self._drafter.computes:
+                most = self._room_for(one, most, blocks_to_keep)
             if most > 0:
-                wishes.append(Wish(one.id, one.tokens, most))
+                wishes.append(_wish(one, most))
+        prices = Prices(len(rows), step_s, draft_s, within_s)
+        drafts = self._drafter.draft(wishes, prices)
+        self.drafting_s = self._drafter.seconds
         found = {
             wish.sequence_id: draft
-            for wish, draft in zip(wishes, self.drafter.draft(wishes), strict=True)
+            for wish, draft in zip(wishes, drafts, strict=True)
             if draft.tokens
         }
-        worths = {key: _worths(draft) for key, draft in found.items()}
-        kept = _worth_more(worths, least, room)
+        all_worths = {key: worths(draft.odds) for key, draft in found.items()}
+        kept = _worth_more(all_worths, least, room)
         # With these the step makes more tokens, so the last of them are worth less than that.
         gain, count = sum(map(sum, kept.values())), sum(map(len, kept.values()))
         least = _least_worth(len(rows), gain, count, step_s, draft_s)
         kept = _worth_more(kept, least, room)
         if not kept:
-            if any(own[0] > LEAST_WORTH for own in worths.values()):
+            if any(own[0] > LEAST_WORTH for own in all_worths.values()):
                 self._faded[size] = self._faded.get(size, 1.0) * _FADE
             return {}
         self._faded.pop(size, None)
         chosen: dict[int, Many[int]] = {}
         for one in asked:
             if one.id in kept:
-                drafts = self._that_fit(
-                    one, found[one.id].tokens[: len(kept[one.id])], blocks_to_keep
-                )
-                if drafts:
-                    chosen[one.id] = drafts
+                best = found[one.id].tokens[: len(kept[one.id])]
+                if own := self._that_fit(one, best, blocks_to_keep):
+                    chosen[one.id] = own
+                    self._kinds[one.id] = found[one.id].kind
         return chosen
 
     def waiting(self, running: Many[Sequence]) -> set[int]:
         """Ids of those that had better wait for the tokens in flight than be planned ahead of them,
         because their drafts are worth more than the step in which they sit out."""
         asked = [one for one in running if one.speculates and one.in_flight]
-        least = _least_worth(len(running), 0.0, 0, *self._seconds(running, 0)) if asked else 1.0
+        step_s, draft_s = self._seconds(running, 0)
+        least = _least_worth(len(running), 0.0, 0, step_s, draft_s) if asked else 1.0
         if least >= 1.0:
             return set()
-        drafts = self.drafter.draft([Wish(one.id, one.tokens, MOST_DRAFTS) for one in asked])
-        worths = {one.id: _worths(draft) for one, draft in zip(asked, drafts, strict=True)}
-        kept = _worth_more(worths, least, self._policy.max_sequences)
+        wishes = [_wish(one, MOST_DRAFTS) for one in asked]
+        drafts = self._drafter.peek(wishes, Prices(len(running), step_s, draft_s))
+        found = {one.id: worths(draft.odds) for one, draft in zip(asked, drafts, strict=True)}
+        kept = _worth_more(found, least, self._policy.max_sequences)
         return {key for key, own in kept.items() if sum(own) > 1.0}
 
-    def took(self, drafted: int, accepted: int, saved: int) -> None:
-        """Drafts were computed, so many of them were right, and so many steps saved."""
-        self.drafted += drafted
-        self.accepted += accepted
-        self.saved_steps += saved
+    def took(self, sequence_id: int, drafted: int, accepted: int, saved: int) -> None:
+        """Drafts of a sequence were computed, so many of them were right, and so many steps
+        saved."""
+        counts = self.counts[self._kinds.pop(sequence_id)]
+        counts.drafted += drafted
+        counts.accepted += accepted
+        counts.saved_steps += saved
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        self._kinds.pop(sequence_id, None)
+        self._drafter.forget(sequence_id)
 
     def _seconds(self, rows: Many[Sequence], prefill: int) -> tuple[float, float]:
         """Of a step with these rows and so many positions of inputs, and of one draft in it."""
@@ -148,13 +194,21 @@ class Speculation:
         """Those that can be followed by something, and for which there are blocks."""
         ends = one.rule.end_ids
         count = next((i for i, token in enumerate(drafts) if token in ends), len(drafts))
+        return tuple(drafts[: self._room_for(one, count, blocks_to_keep)])
+
+    def _room_for(self, one: Sequence, count: int, blocks_to_keep: Callable[[], int]) -> int:
+        """For how many drafts it has blocks, up to `count`; takes some where there are enough."""
         assert one.table is not None
         while one.num_computed_tokens + count >= one.room:
             if self._pool.num_free <= blocks_to_keep() or not self._pool.grow(one.table):
-                count = one.room - 1 - one.num_computed_tokens
-                break
+                return one.room - 1 - one.num_computed_tokens
             one.settle(self._pool)
-        return tuple(drafts[:count])
+        return count
+
+
+def _wish(one: Sequence, most: int) -> Wish:
+    left = one.rule.max_positions - len(one.tokens)
+    return Wish(one.id, one.tokens, most, one.extents, one.stay, left, one.rule.end_ids)
 
 
 def _least_worth(rows: int, gain: float, count: int, step_s: float, draft_s: float) -> float:
@@ -162,16 +216,6 @@ def _least_worth(rows: int, gain: float, count: int, step_s: float, draft_s: flo
     the tokens that such steps make in the time that it takes."""
     whole_s = step_s + count * draft_s
     return max(LEAST_WORTH, MARGIN * draft_s * (rows + gain) / whole_s) if whole_s else LEAST_WORTH
-
-
-def _worths(draft: Draft) -> list[float]:
-    """How likely each draft is right with all before it."""
-    worth = 1.0
-    found = []
-    for odds in draft.odds:
-        worth *= odds
-        found.append(worth)
-    return found
 
 
 def _worth_more(worths: dict[int, list[float]], least: float, room: int) -> dict[int, list[float]]:
