@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batonlm.cli.layout import UpOptions, check_machine, gpu_memory_flags, plan, resolve_model
+from batonlm.cli.precision import read_weights
 from batonlm.core.errors import InvalidArgument, install
 
 
@@ -102,6 +103,15 @@ def test_workers_are_given_their_ranks() -> None:
     assert refused.value.field == "pipeline_parallel"
 
 
+def test_decode_workers_alone_get_the_draft_model() -> None:
+    bundled = str(resolve_model("")[0])
+    layout = plan(UpOptions(speculation="draft", draft_model=bundled))
+    given = {spec.role: flags(spec.command).get("--draft-model") for spec in layout.processes}
+    assert {role for role, folder in given.items() if folder == bundled} == {"decode"}
+    small, large = (read_weights(Path(bundled)), read_weights(Path(bundled), bundled))
+    assert large.count == 2 * small.count
+
+
 def test_workers_of_several_ranks_share_gpus() -> None:
     assert gpu_memory_flags(4, 4) == ()
     assert gpu_memory_flags(4, 2) == ("--memory-share", "0.450")
@@ -122,6 +132,8 @@ def test_pinning_goes_to_the_right_processes() -> None:
         (UpOptions(prefill=-1), "prefill"),
         (UpOptions(model="/no/such/folder"), "model"),
         (UpOptions(model="a/b/c"), "model"),
+        (UpOptions(speculation="draft"), "speculation"),
+        (UpOptions(draft_model="/some/folder"), "draft_model"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: UpOptions, field: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.e2e.streams import Following, requests, undisturbed
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
+BUNDLED = Path(__file__).parents[2] / "services/batonlm/models/baton-tiny"
 PROMPT = list(range(50, 250))
 NUM_TOKENS = 256
 NUMBERS = inference_pb2.StructuredOutput(
@@ -43,7 +45,7 @@ LOG_S = 10.0
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
     """Two of every worker; drafts are in flight when they die."""
     flags = ("--tokenizer", "2", "--prefill", "2", "--decode", "2", "--detokenizer", "2")
-    drafts = ("--speculation", "ngram")
+    drafts = ("--speculation", "draft", "--draft-model", str(BUNDLED))
     running = Relay(tmp_path_factory.mktemp("pair"), *flags, *drafts)
     yield running
     running.close()

@@ -32,6 +32,7 @@ MODES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "loopback, chunks of 37": (("--transport", "loopback"), {"BATON_STEP_TOKENS": "37"}),
     "local prefill": (("--prefill", "0"), {}),
     "drafts": (("--speculation", "ngram"), {}),
+    "draft model": (("--speculation", "draft", "--draft-model", str(BUNDLED)), {}),
 }
 DEFAULT = ("bundled", "nixl")
 DEEP = [
@@ -39,6 +40,7 @@ DEEP = [
     ("qwen3_moe", "local prefill"),
     ("deepseek_v3", "nixl, chunks of 37"),
     ("bundled", "drafts"),
+    ("bundled", "draft model"),
 ]
 # What an architecture can get wrong on its way through the processes is its KV's shape and which
 # positions are read, so each meets the odd chunks over NIXL and one other way.

@@ -119,6 +119,7 @@ def decode_loop(
         policy or SchedulerPolicy(headroom=1),
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,
+        draft_model=getattr(runner, "draft_model", None),
         drafter=drafter,
     )
     return EngineLoop(Watched(runner, depth), scheduler)

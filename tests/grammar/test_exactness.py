@@ -11,8 +11,11 @@ from batonlm.core.request.attempt import Attempt, SequenceKey
 from batonlm.core.request.request import FinishReason, Grammar, GrammarKind, SamplingParams
 from batonlm.core.scheduler.drafts import Drafter, NgramDrafter
 from batonlm.core.scheduler.loop import EngineLoop
+from batonlm.core.scheduler.model_drafts import Drafters
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.core.scheduler.scheduler import Scheduler
+from batonlm.engine.drafting import TorchDraftModel
+from batonlm.engine.runner import TorchRunner
 from tests.core.drafting import Foretold
 from tests.engine.modes import Heard, Watched, hand_over
 from tests.engine.modes import run_out as run_to_end
@@ -75,12 +78,19 @@ def alone(model: Model, sampling: SamplingParams, choices: tuple[int, ...] = (0,
     return run_out(loop, Answers())
 
 
-@pytest.mark.parametrize(("drafts", "depth"), [("foretold", 1), ("foretold", 2), ("ngram", 1)])
+@pytest.mark.parametrize(
+    ("drafts", "depth"), [("foretold", 1), ("foretold", 2), ("ngram", 1), ("draft", 1)]
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled"])
 def test_with_drafts(model: Model, sampling: SamplingParams, drafts: str, depth: int) -> None:
     whole = alone(model, sampling, (0, 1, 2))
     one = asked(model, sampling, (0, 1, 2))
     drafter: Drafter = NgramDrafter()
+    if drafts == "draft":
+        # The model's own KV in the same blocks is that of its drafts, too: it drafts for itself.
+        runner = model.runner
+        assert isinstance(runner, TorchRunner)
+        drafter = Drafters(TorchDraftModel(runner.forward, runner.model, runner.model))
     if drafts == "foretold":
         drafter = foretold = Foretold(6)
         for choice in one.choices:

@@ -22,8 +22,9 @@ from batonlm.engine.config import CHOICES, MIB
 from batonlm.registry.sources import WEIGHTS, hub_folder, in_object_store, may_be_hub_id
 from batonlm.rpc.address import check_listen, is_loopback, join
 from batonlm.rpc.config import flag, suggest
-from batonlm.rpc.model_folder import tokenizer_digest
+from batonlm.rpc.model_folder import check_same_tokenizer, tokenizer_digest
 from batonlm.worker.hardware import GPU_SHARE, usable_gpus
+from batonlm.worker.options import check_drafting
 
 
 def gpu_memory_flags(ranks: int, num_gpus: int) -> tuple[str, ...]:
@@ -90,6 +91,8 @@ class UpOptions:
     """The workers' option."""
     speculation: str = "off"
     """The decode workers' option."""
+    draft_model: str = ""
+    """A folder or hub id, of the decode workers."""
     device: str = "auto"
     """The workers' option."""
     threads: int = 0
@@ -207,7 +210,7 @@ _OWN = {
     for name in (
         *("prefill", "decode", "tokenizer", "detokenizer", "max_model_len", "kv_memory_mib"),
         *("tensor_parallel", "pipeline_parallel"),
-        *("dtype", "quantize", "kv_cache_dtype", "device", "speculation"),
+        *("dtype", "quantize", "kv_cache_dtype", "device", "speculation", "draft_model"),
     )
 }
 """The options that one of several models may have for itself."""
@@ -255,6 +258,8 @@ class ServedModel:
     folder: Path
     name: str
     aliases: tuple[str, ...]
+    draft_model: str = ""
+    """The folder of its decode workers' draft model."""
 
     @property
     def engines(self) -> int:
@@ -296,7 +301,9 @@ def served_models(options: UpOptions) -> list[ServedModel]:
                 f"two models are called {name!r}: give one another name, --model NAME=FOLDER",
                 field="model",
             )
-        found.append(ServedModel(own, folder, name, tuple(aliases)))
+        check_drafting(own.speculation, own.draft_model)
+        draft = str(resolve_model(own.draft_model)[0]) if own.draft_model else ""
+        found.append(ServedModel(own, folder, name, tuple(aliases), draft))
     return found
 
 
@@ -362,7 +369,7 @@ def _numbers(models: Sequence[ServedModel], threads: int) -> list[_Numbers]:
     shares = []
     for model in map(models.__getitem__, on_cpus):
         options = model.options
-        kv, weights = options.kv_memory_mib * MIB, read_weights(model.folder)
+        kv, weights = options.kv_memory_mib * MIB, read_weights(model.folder, model.draft_model)
         shares.append(
             ModelShare(weights, model.engines, options.dtype, options.quantize, kv, model.name)
         )
@@ -458,7 +465,9 @@ def plan(options: UpOptions, ca: ThrowawayCa | None = None) -> Layout:
                 flags = _engine_flags(model, own, threads)
                 more: tuple[str, ...] = ()
                 if role == "decode":
-                    drafts = "--speculation", model.options.speculation
+                    drafts = ["--speculation", model.options.speculation]
+                    if model.draft_model:
+                        drafts += ["--draft-model", model.draft_model]
                     more = (*drafts, *options.decode_flags)
                 fork = own.forks and engines > 1
                 wanted += [(role, model.name, (*flags, *more), fork)] * getattr(model.options, role)
@@ -534,9 +543,17 @@ def check_machine(options: UpOptions) -> None:
     model, which is fetched if necessary. Raises BatonError naming the option."""
     _check_installed(options)
     _check_ports(options)
-    folders = [model.folder for model in served_models(options)]
+    models = served_models(options)
+    folders = [model.folder for model in models]
     for folder in (*folders, *(resolve_model(model)[0] for model in options.embed_model)):
         check_folder(folder)
+    for model in models:
+        if model.draft_model:
+            try:
+                check_folder(Path(model.draft_model))
+                check_same_tokenizer(model.folder, Path(model.draft_model))
+            except InvalidArgument as error:
+                raise InvalidArgument(error.message, field="draft_model") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -94,9 +94,12 @@ class ModelWeights:
         return int(self.matrices * each) + self.kept_bytes
 
 
-def read_weights(folder: Path) -> ModelWeights:
+def read_weights(folder: Path, draft_model: str = "") -> ModelWeights:
     """Reads the headers of a folder's safetensors files. A broken file counts as empty: the workers
-    report it by name."""
+    report it by name. draft_model: the folder of a small model that is kept beside it."""
+    if draft_model:
+        own, draft = read_weights(folder), read_weights(Path(draft_model))
+        return replace(own, others=own.others + draft.count)
     config = read_json(folder / "config.json")
     text = config.get("text_config") or config
     found: dict[str, _Stored] = {}

@@ -35,6 +35,7 @@ from batonlm.cli.access import KEY_VARIABLE, Access
 from batonlm.cli.layout import Layout, UpOptions, check_machine, plan, served_models
 from batonlm.cli.supervisor import START_TIMEOUT_S, STOP_BOUND_S, StartFailed, Supervisor
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.scheduler.policy import SPECULATION
 from batonlm.engine.config import CHOICES
 from batonlm.rpc.children import KILL_S
 
@@ -250,11 +251,15 @@ def add_parser(subparsers: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--speculation",
-        choices=("off", "ngram"),
+        choices=SPECULATION,
         default=defaults.speculation,
-        help="draft the next tokens of texts that repeat themselves, where that saves time; the "
-        "tokens are the same (default %(default)s)",
+        help="draft the next tokens where that saves time, of texts that repeat themselves or by "
+        "--draft-model; the tokens are the same (default %(default)s)",
     )
+    parser.add_argument(
+        "--draft-model", default="", metavar="MODEL",
+        help="small model of the same tokenizer, a folder or hub id, for --speculation draft",
+    )  # fmt: skip
     parser.add_argument(
         "--device", default=defaults.device, metavar="NAME",
         help="where prefill and decode compute: auto, cpu, cuda, cuda:N, GPU-UUID, MIG-UUID "

@@ -100,6 +100,8 @@ class EngineConfig:
     """Of KV in the pool: auto is the model's own, the others are core's SCALED."""
     kv_wire_dtype: str = "auto"
     """Of KV that is handed over, a name of core's KV_DTYPES; auto is the pool's."""
+    draft_model: str = ""
+    """A folder, or a hub id, of a small model that drafts tokens; "" is none."""
 
     def __post_init__(self) -> None:
         if not self.model:

@@ -20,7 +20,9 @@ from batonlm.core.request.prompt_logprobs import SCORED_POSITIONS
 from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import Chunk, SampleRow, Scored, StepPlan
 from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
+from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.drafting import draft_config, refused
 from batonlm.engine.kept import KeptLinear, kept_in, stacks_of
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.lean import Conv1D
@@ -29,6 +31,8 @@ from batonlm.engine.loader import AttentionShape, Cutting, LoadedModel, attach, 
 from batonlm.engine.memory import (
     LAYER_COPIES,
     LOGIT_COPIES,
+    NO_DRAFTS,
+    DraftBytes,
     MemoryPlan,
     host_free_bytes,
     plan_memory,
@@ -209,6 +213,7 @@ def size_pool(
     """
     weights = weights_bytes(model.network, model.device, model.quantize)
     activations = activation_bytes(config, model, shape)
+    draft = draft_bytes(config)
     if peak is not None and model.device.type != "cpu":
         activations = max(activations, peak())
         torch.cuda.empty_cache()
@@ -223,7 +228,28 @@ def size_pool(
         activations=activations,
         position=_position_bytes(config, model, shape),
         state_positions=shape.layout.state_positions,
+        draft=draft,
     )
+
+
+def draft_bytes(config: EngineConfig) -> DraftBytes:
+    """What a configured draft model takes, found without its weights. Raises InvalidArgument,
+    naming draft_model, for one that cannot draft."""
+    if not config.draft_model:
+        return NO_DRAFTS
+    try:
+        config = draft_config(config)
+        model = outline(config)
+        shape = attach(model)
+        if shape.own is not None:
+            raise UnsupportedModel(f"{model.own_because}: its KV has to be in blocks")
+        return DraftBytes(
+            weights_bytes(model.network, model.device, model.quantize),
+            activation_bytes(config, model, shape),
+            _position_bytes(config, model, shape),
+        )
+    except InvalidArgument as error:
+        raise refused(error) from error
 
 
 def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionShape) -> int:

@@ -58,6 +58,20 @@ def quantized_bytes(outputs: int, inputs: int, quantize: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftBytes:
+    """What a draft model takes, in bytes."""
+
+    weights: int = 0
+    activations: int = 0
+    """Of its largest step, which never runs beside the large model's."""
+    position: int = 0
+    """KV of one position."""
+
+
+NO_DRAFTS = DraftBytes()
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Where a worker's memory goes."""
 
@@ -83,6 +97,9 @@ class MemoryPlan:
     """Of host memory, for KV that is in the prefix cache no more."""
     state_blocks: int = 0
     """Blocks that each sequence takes beside those of its positions, for its state."""
+    draft_weights_bytes: int = 0
+    draft_block_bytes: int = 0
+    """KV of one block of the draft model, beside the model's own."""
 
     @property
     def num_positions(self) -> int:
@@ -92,6 +109,11 @@ class MemoryPlan:
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Weights and KV of the draft model."""
+        return self.draft_weights_bytes + self.num_blocks * self.draft_block_bytes
 
     @property
     def max_model_len(self) -> int:
@@ -124,7 +146,8 @@ class MemoryPlan:
         """For so many sequences of model_len at once, with all else."""
         blocks = sequences * self.blocks_of(self.model_len)
         others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
-        return others + blocks * self.block_bytes
+        others += self.draft_weights_bytes
+        return others + blocks * (self.block_bytes + self.draft_block_bytes)
 
     @property
     def swap_host_bytes(self) -> int:
@@ -139,7 +162,7 @@ class MemoryPlan:
         """Of the device's memory; what is swapped out of a GPU is in the host's."""
         in_host = self.swap_host_bytes + self.prefix_host_bytes if self.device == "cpu" else 0
         others = self.weights_bytes + self.activation_bytes + self.adapter_bytes
-        return others + self.kv_bytes + in_host
+        return others + self.kv_bytes + self.draft_bytes + in_host
 
     @property
     def left_bytes(self) -> int:
@@ -163,6 +186,11 @@ class MemoryPlan:
                 f" = {self.num_positions} tokens: {longest}",
             ),
             *([("state", f"{size(state)} of each sequence")] if state else []),
+            *(
+                [("draft model", f"{size(self.draft_bytes)} of weights, and KV in the same blocks")]
+                if self.draft_bytes
+                else []
+            ),
             (
                 "swap",
                 f"{size(self.swap_host_bytes)} in host memory, "
@@ -188,6 +216,7 @@ def plan_memory(
     activations: int,
     position: int,
     state_positions: int = 0,
+    draft: DraftBytes = NO_DRAFTS,
 ) -> MemoryPlan:
     """Sizes the pool: as configured, or so that all fits into memory_share of what is free.
 
@@ -195,8 +224,8 @@ def plan_memory(
     the model's own. Bytes: free_bytes on the device, before the weights are loaded; total_bytes of
     the device, None where memory_share is of what is free; weights as the engine keeps them;
     activations of the largest step while it runs; position is KV of one position in the pool.
-    state_positions: see `KvLayout`. The pool is never larger than max_batch sequences of model_len
-    need, unless num_blocks says so.
+    state_positions: see `KvLayout`. draft: of the draft model, if there is one. The pool is never
+    larger than max_batch sequences of model_len need, unless num_blocks says so.
 
     Raises InvalidArgument naming the field that has to change: what was asked for by num_blocks or
     kv_memory_bytes does not fit; memory_share leaves too little; max_model_len, when configured, is
@@ -208,7 +237,7 @@ def plan_memory(
         free_bytes=free_bytes,
         usable_bytes=min(free_bytes, int((total_bytes or free_bytes) * config.memory_share)),
         weights_bytes=weights,
-        activation_bytes=activations,
+        activation_bytes=max(activations, draft.activations),
         block_size=config.block_size,
         block_bytes=block_bytes,
         num_blocks=0,
@@ -218,6 +247,8 @@ def plan_memory(
         adapter_bytes=_adapter_bytes(config, device),
         prefix_host_bytes=config.prefix_host_bytes,
         state_blocks=blocks_for(state_positions, config.block_size),
+        draft_weights_bytes=draft.weights,
+        draft_block_bytes=draft.position * config.block_size,
     )
     field, blocks = _blocks(config, plan)
     plan = replace(plan, num_blocks=blocks)
@@ -277,10 +308,11 @@ def _blocks(config: EngineConfig, plan: MemoryPlan) -> tuple[str, int]:
     if config.num_blocks:
         return "num_blocks", config.num_blocks
     wanted = config.max_batch * plan.blocks_of(plan.model_len)
+    each = plan.block_bytes + plan.draft_block_bytes
     if config.kv_memory_bytes:
-        return "kv_memory_bytes", min(wanted, config.kv_memory_bytes // plan.block_bytes)
+        return "kv_memory_bytes", min(wanted, config.kv_memory_bytes // each)
     room = plan.usable_bytes - plan.taken_bytes
-    return "memory_share", min(wanted, max(0, room // plan.block_bytes))
+    return "memory_share", min(wanted, max(0, room // each))
 
 
 def _sum(plan: MemoryPlan) -> str:
@@ -290,6 +322,8 @@ def _sum(plan: MemoryPlan) -> str:
         f"activations {size(plan.activation_bytes)}",
         f"KV {size(plan.kv_bytes)}",
     ]
+    if plan.draft_bytes:
+        parts.append(f"draft model {size(plan.draft_bytes)}")
     if plan.adapter_bytes:
         parts.append(f"adapters {size(plan.adapter_bytes)}")
     if plan.device == "cpu" and plan.swap_host_bytes:

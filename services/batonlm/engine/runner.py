@@ -34,6 +34,7 @@ from batonlm.engine.attention.own import FAULTS, OwnBackend, run_own
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device, pin
+from batonlm.engine.drafting import TorchDraftModel, check_fits, draft_config, refused
 from batonlm.engine.exact import NotExact, confine, cuts
 from batonlm.engine.footprint import allocate, free_bytes, largest_step, size_pool, total_bytes
 from batonlm.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
@@ -123,6 +124,9 @@ class TorchRunner:
         """Of steps with adapters."""
         self._row_counts: frozenset[int] = frozenset()
         self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
+        self.draft_model: TorchDraftModel | None = None
+        """What drafts tokens, over KV of its own in the same blocks."""
+        self._drafting: TorchRunner | None = None
 
     @classmethod
     @torch.inference_mode()
@@ -136,7 +140,10 @@ class TorchRunner:
         if config.threads:
             torch.set_num_threads(config.threads)
         free = free_bytes(choose_device(config.device))
-        return cls.over(load(config, progress), config, free)
+        runner = cls.over(load(config, progress), config, free)
+        if config.draft_model:
+            runner._take_draft_model(config)
+        return runner
 
     @classmethod
     @torch.inference_mode()
@@ -245,9 +252,12 @@ class TorchRunner:
         """Drops weights and KV; the runner is not used after."""
         self._running.clear()
         self._swap.close()
+        if self._drafting is not None:
+            self._drafting.close()
         for name in (
             *("_graphs", "_adapted_graphs", "_adapters"),
             *("_network", "_backend", "memory"),
+            *("draft_model", "_drafting"),
         ):
             self.__dict__.pop(name, None)
 
@@ -378,6 +388,23 @@ class TorchRunner:
         forward = self._adapters.as_recorded(partial(run_network, self._network))
         if self._graphs is not None and forward is not None:
             self._adapted_graphs = self._recorded(partial(self._graphs.beside, forward))
+
+    def _take_draft_model(self, config: EngineConfig) -> None:
+        """Raises InvalidArgument, naming draft_model, for one that cannot draft for this model."""
+        log.info("draft model: %s", config.draft_model)
+        try:
+            own = replace(draft_config(config), num_blocks=self.num_blocks)
+            self._drafting = TorchRunner.load(own)
+            check_fits(self._drafting.model, self.model)
+        except InvalidArgument as error:
+            raise refused(error) from error
+        draft = self._drafting.model
+        if draft.max_model_len < self.model.max_model_len:
+            log.warning(
+                "the draft model has %d positions: beyond, sequences are not drafted by it",
+                draft.max_model_len,
+            )
+        self.draft_model = TorchDraftModel(self._drafting.forward, draft, self.model)
 
     def _pack_weights(self, quantize: str, max_batch: int, *, exact: bool) -> None:
         """Raises NotExact."""

@@ -104,6 +104,7 @@ class EngineOptions(TypedDict, total=False):
     memory_share: float
     swap_host_mib: int
     speculation: str
+    draft_model: str
     tensor_parallel: int
     pipeline_parallel: int
     adapters: Mapping[str, str | Path]
@@ -135,7 +136,8 @@ def _with_precision(config: DecodeConfig, folder: Path) -> DecodeConfig:
     if given or sys.platform != "linux" or usable_gpus(config.device):
         return config
     threads = config.threads or len(os.sched_getaffinity(0))
-    share = ModelShare(read_weights(folder), 1, quantize=config.quantize)
+    weights = read_weights(folder, config.draft_model)
+    share = ModelShare(weights, 1, quantize=config.quantize)
     (chosen,) = choose_here([share], threads=threads)
     # Only numbers that were not asked for are worth a line to somebody who sees warnings.
     level = logging.INFO if chosen.precision == FLOAT32 else logging.WARNING
@@ -167,6 +169,8 @@ class LLM:
                 raise InvalidArgument(f"LLM needs {package}: {install('engine')}", field="model")
         folder, name = resolve_model(model)
         check_folder(folder)
+        if draft := options.get("draft_model"):
+            options["draft_model"] = str(resolve_model(draft)[0])
         config = _config(folder, name, options)
         _check_device(config.device)
         config = _with_precision(config, folder)

@@ -73,3 +73,29 @@ def tokenizer_digest(folder: Path) -> str:
         digest.update(f"{name}\n{len(data)}\n".encode())
         digest.update(data)
     return digest.hexdigest()
+
+
+def check_same_tokenizer(folder: Path, draft: Path) -> None:
+    """Raises InvalidArgument naming `draft_model` where one token means another text in the draft
+    model's folder. A folder without tokenizer.json, and a hub id, are taken at their word."""
+    ours, theirs = (read_json(each / "tokenizer.json") for each in (folder, draft))
+    if not (ours and theirs):
+        return
+    found, wanted = _texts(theirs), _texts(ours)
+    for token_id, text in wanted.items():
+        if found.get(token_id) != text:
+            raise InvalidArgument(
+                f"its tokenizer is another one: token {token_id} is {found.get(token_id)!r} and "
+                f"not {text!r}",
+                field="draft_model",
+            )
+
+
+def _texts(tokenizer: dict[str, Any]) -> dict[int, str]:
+    """The tokens of a tokenizer.json by id."""
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    if isinstance(vocabulary, dict):
+        found = {token_id: text for text, token_id in vocabulary.items()}
+    else:
+        found = {token_id: entry[0] for token_id, entry in enumerate(vocabulary)}
+    return found | {added["id"]: added["content"] for added in tokenizer.get("added_tokens", ())}

@@ -30,7 +30,7 @@ from batonlm.engine.ranks.tcp import key_of
 from batonlm.grammar.book import GrammarBook
 from batonlm.grammar.compiler import load_vocabulary
 from batonlm.rpc.address import split
-from batonlm.rpc.model_folder import special_tokens, tokenizer_digest
+from batonlm.rpc.model_folder import check_same_tokenizer, special_tokens, tokenizer_digest
 from batonlm.rpc.server import PARENT_VARIABLE
 from batonlm.worker.options import LEADER_VARIABLE, DecodeConfig, WorkerOptions
 from batonlm.worker.placement import RayLauncher
@@ -72,6 +72,8 @@ def open_runner(
     digest = tokenizer_digest(folder) if folder.is_dir() else ""
     try:
         config = engine_config(options, digest)
+        if config.draft_model:
+            check_same_tokenizer(folder, Path(config.draft_model))
         if options.tensor_parallel * options.pipeline_parallel > 1:
             return _open_ranks(options, config, _to_all(loading, _loading()))
         if own_process or "torch" not in sys.modules:
@@ -149,6 +151,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         swap_host_bytes=options.swap_host_mib * MIB,
         swap_disk_bytes=options.swap_disk_mib * MIB,
         swap_folder=options.swap_folder,
+        draft_model=options.draft_model,
     )
 
 
@@ -166,8 +169,14 @@ def engine_loop(
         state_positions=runner.layout.state_positions,
         stepwise=getattr(runner, "stepwise", False),
     )
-    blocks = runner.num_swap_blocks
-    return EngineLoop(runner, Scheduler(pool, policy, runner.model, num_swap_blocks=blocks))
+    scheduler = Scheduler(
+        pool,
+        policy,
+        runner.model,
+        num_swap_blocks=runner.num_swap_blocks,
+        draft_model=getattr(runner, "draft_model", None),
+    )
+    return EngineLoop(runner, scheduler)
 
 
 def open_book(options: WorkerOptions, model: ModelDescription) -> GrammarBook:

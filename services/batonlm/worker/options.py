@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.prefix import UNIT_TOKENS
-from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy
+from batonlm.core.scheduler.policy import SPECULATION, QueueLimit, SchedulerPolicy
 from batonlm.engine.config import CHOICES
 from batonlm.rpc.address import split
 from batonlm.rpc.config import option
@@ -35,6 +35,14 @@ def check_token(ranks_token: str) -> None:
             "group",
             field="ranks_token",
         )
+
+
+def check_drafting(speculation: str, draft_model: str) -> None:
+    """Raises InvalidArgument where one of the two is missing."""
+    if speculation == "draft" and not draft_model:
+        raise InvalidArgument("draft needs draft_model", field="speculation")
+    if draft_model and speculation != "draft":
+        raise InvalidArgument("needs speculation draft", field="draft_model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +317,15 @@ class DecodeConfig(WorkerOptions):
     swap_folder: str = option("", "where that disk space is; empty: the system's temporary folder")
     speculation: str = option(
         "off",
-        "draft the next tokens of sequences whose text repeats itself (ngram), where that saves "
-        "time; the tokens are the same",
-        choices=("off", "ngram"),
+        "draft the next tokens of sequences where that saves time; the tokens are the same. ngram: "
+        "of a text that repeats itself; draft: of others, too, by draft_model",
+        choices=SPECULATION,
+    )
+    draft_model: str = option(
+        "",
+        "small model with the model's tokenizer that drafts, in the same process: a folder or hub "
+        "id. Its KV lies in the same blocks, which get larger by it",
+        unit="folder",
     )
     orphan_s: float = option(
         20.0,
@@ -321,6 +335,17 @@ class DecodeConfig(WorkerOptions):
         minimum=0.0,
         maximum=600.0,
     )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument for a draft model that cannot be had or is not used."""
+        WorkerOptions.__post_init__(self)
+        check_drafting(self.speculation, self.draft_model)
+        if self.draft_model and self.tensor_parallel * self.pipeline_parallel > 1:
+            raise InvalidArgument(
+                "a draft model runs beside a model on one rank only: leave tensor_parallel and "
+                "pipeline_parallel at 1, or take speculation ngram",
+                field="draft_model",
+            )
 
     @property
     def policy(self) -> SchedulerPolicy:

@@ -61,6 +61,19 @@ def test_a_step_has_room_for_prompts_and_running_sequences() -> None:
     assert engine_config(config).max_step_tokens == 108
 
 
+def test_a_draft_model_drafts_and_runs_on_one_rank() -> None:
+    drafting: dict[str, Any] = {"speculation": "draft", "draft_model": "d"}
+    assert engine_config(replace(OPTIONS, **drafting)).draft_model == "d"
+    for changes, field in (
+        ({"speculation": "draft"}, "speculation"),
+        ({"draft_model": "d"}, "draft_model"),
+        ({**drafting, "tensor_parallel": 2}, "draft_model"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            replace(OPTIONS, **changes)
+        assert caught.value.field == field
+
+
 def test_a_prefill_worker_sets_nothing_aside_for_swapping() -> None:
     config = engine_config(
         PrefillConfig(model="m", step_tokens=256, max_running=64, memory_share=0.8)
@@ -84,6 +97,7 @@ def test_every_field_of_the_engine_can_be_chosen() -> None:
     """But for those that are for tests and measurements."""
     reached = {field for _, field, _ in CHANGES.values()}
     others = {"model", "max_step_tokens", "tokenizer_digest", "num_blocks", "attention", "decoder"}
+    others |= {"draft_model"}
     assert {field.name for field in fields(EngineConfig)} == reached | others
 
 

@@ -1,0 +1,102 @@
+"""A small model that drafts for a large one, over KV in the same blocks.
+
+Its runner has memory for as many blocks as the large one's, under the same ids: a block's table is
+the sequence's, and its bytes are counted in what a block takes. It is never exact: a wrong draft
+changes no token.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.model_drafts import Guess
+from batonlm.core.scheduler.plan import Chunk, StepPlan
+from batonlm.engine.config import EngineConfig
+
+Forward = Callable[[StepPlan], torch.Tensor]
+"""Logits [wanted rows, vocab]."""
+
+
+def draft_config(config: EngineConfig) -> EngineConfig:
+    """The engine's configuration of the draft model, but for the number of blocks."""
+    return replace(
+        config,
+        model=config.draft_model,
+        draft_model="",
+        model_name="",
+        tokenizer_digest="",
+        exact=False,
+        max_model_len=0,
+        kv_cache_dtype="auto",
+        kv_wire_dtype="auto",
+        swap_host_bytes=0,
+        swap_disk_bytes=0,
+        prefix_host_bytes=0,
+        adapter_memory_bytes=0,
+        adapter_host_bytes=0,
+    )
+
+
+def refused(error: InvalidArgument) -> InvalidArgument:
+    """Why the draft model cannot be used, naming its field."""
+    return InvalidArgument(f"the draft model: {error.message}", field="draft_model")
+
+
+def check_fits(draft: ModelDescription, model: ModelDescription) -> None:
+    """Raises InvalidArgument where tokens of one are unknown to the other. A few ids behind the
+    tokenizer's, which fill up a matrix, may differ."""
+    if abs(draft.vocab_size - model.vocab_size) > _FILLED_UP:
+        raise InvalidArgument(
+            f"it has {draft.vocab_size} tokens and the model {model.vocab_size}: both need the "
+            "same tokenizer",
+            field="draft_model",
+        )
+
+
+_FILLED_UP = 1024
+"""Most ids behind a tokenizer's that a vocabulary is filled up with, to round its size."""
+
+
+class TorchDraftModel:
+    """Implements `DraftModel`. clock: seconds; it is read when the device is done."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        draft: ModelDescription,
+        model: ModelDescription,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.max_positions = draft.max_model_len
+        self.clock = clock
+        self._forward = forward
+        self._vocab_size = min(draft.vocab_size, model.vocab_size)
+
+    @torch.inference_mode()
+    def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Guess], float]:
+        began = self.clock()
+        logits = self._forward(StepPlan(0, tuple(map(self._known, chunks))))
+        logits = logits[:, : self._vocab_size].float()
+        best, tokens = logits.max(1)
+        odds = (best - logits.logsumexp(1)).exp()
+        # One copy for both, which waits for the device.
+        found = torch.stack((tokens.double(), odds.double())).tolist()
+        guesses = [
+            Guess(int(token), 0.0 if math.isnan(each) else each)
+            for token, each in zip(*found, strict=True)
+        ]
+        return guesses, self.clock() - began
+
+    def _known(self, chunk: Chunk) -> Chunk:
+        """Without ids that only the large model has."""
+        if max(chunk.token_ids) < self._vocab_size:
+            return chunk
+        tokens = [token if token < self._vocab_size else 0 for token in chunk.token_ids]
+        return chunk._replace(token_ids=tokens)
