@@ -34,7 +34,7 @@ from batonlm.engine.runner import TorchRunner
 from tests.engine.tiny_models import ARCHS, save_tiny_model
 
 FREE = 24 * MIB
-PLAIN = {"weights": 10 * MIB, "activations": 2 * MIB, "position": 1024}
+PLAIN: dict[str, Any] = {"weights": 10 * MIB, "activations": 2 * MIB, "position": 1024}
 
 
 def plan(
