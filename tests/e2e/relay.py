@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 
 from batonlm.cli import state
 from batonlm.cli.layout import APART
@@ -28,6 +30,10 @@ START_TIMEOUT_S = 240
 PATIENCE_S = 180.0
 """For what must happen in the end: it guards against a hang on a machine that is busy elsewhere."""
 TRIES = 10
+PAUSE_S = 0.02
+"""Between two looks. Each costs the processes that it asks processor time, too."""
+STARTING_PAUSE_S = 0.2
+"""The same while processes start, which takes seconds and all the time that there is."""
 
 
 @dataclass
@@ -116,6 +122,8 @@ class Relay:
         self.supervisor = int(json.loads(self.state_file.read_text())["pid"])
         self.channel = grpc.insecure_channel(self.description["grpc"])
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
+        self.client = httpx.Client(base_url=self.http, timeout=PATIENCE_S)
+        """For many requests: a client of its own for each reads all certificates, in 27 ms."""
         leaks.SOURCES[self] = self.workers
 
     def baton(self, *words: str, timeout: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
@@ -129,6 +137,7 @@ class Relay:
 
     def close(self) -> None:
         self.channel.close()
+        self.client.close()
         leaks.SOURCES.pop(self, None)
         for worker in self.workers():
             leaks.check(worker)
@@ -185,7 +194,7 @@ class Relay:
                 return False
             return self.metric(self.router, "baton_workers", state="serving") == len(found) - 1
 
-        eventually(serve, PATIENCE_S, "all workers serve")
+        eventually(serve, PATIENCE_S, "all workers serve", STARTING_PAUSE_S)
 
     def lost_attempts(self) -> float:
         """Attempts that had to be run again."""
@@ -255,19 +264,33 @@ class Relay:
         return total
 
 
-def happens(check: Any, timeout_s: float) -> bool:
+def happens(check: Any, timeout_s: float, pause_s: float = PAUSE_S) -> bool:
     """Whether a check holds at some moment of this time; returns as soon as it does."""
     deadline = time.monotonic() + timeout_s
     while not check():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(pause_s)
     return True
 
 
-def eventually(check: Any, timeout_s: float, what: str) -> None:
+def happens_during(runs: Iterable[Future[Any]], check: Callable[[], bool]) -> bool:
+    """Whether a check holds at some moment before all of these have ended; returns as soon as it
+    does, or they have."""
+    held = False
+
+    def over() -> bool:
+        nonlocal held
+        held = check()
+        return held or all(run.done() for run in runs)
+
+    happens(over, PATIENCE_S)
+    return held
+
+
+def eventually(check: Any, timeout_s: float, what: str, pause_s: float = PAUSE_S) -> None:
     """Waits until a check holds; the time is a bound for liveness, not a measurement."""
-    assert happens(check, timeout_s), f"not within {timeout_s} s: {what}"
+    assert happens(check, timeout_s, pause_s), f"not within {timeout_s} s: {what}"
 
 
 def until_it_comes_about(scenario: Callable[[], bool], what: str) -> None:
