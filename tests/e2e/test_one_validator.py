@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from batonlm.v1 import inference_pb2, tokenizer_pb2, types_pb2
@@ -124,12 +123,8 @@ BAD = [
 
 def refused(relay: Relay, path: str, body: dict[str, Any]) -> tuple[int, str]:
     # json.dumps writes NaN, as careless clients do.
-    answer = httpx.post(
-        f"{relay.http}{path}",
-        content=json.dumps(body),
-        headers={"content-type": "application/json"},
-        timeout=120,
-    )
+    headers = {"content-type": "application/json"}
+    answer = relay.client.post(path, content=json.dumps(body), headers=headers)
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     return answer.status_code, error["param"]
@@ -165,7 +160,7 @@ def test_every_door(relay: Relay, bad: Bad) -> None:
 def test_no_door_takes_a_hand_over_of_the_clients_own(relay: Relay) -> None:
     """It has no effect, and is said to have none."""
     body = {"messages": [USER], "max_tokens": 1, "kv_transfer_params": {"remote_engine_id": "x"}}
-    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=120)
+    answer = relay.client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     assert answer.headers["x-baton-ignored-params"] == "kv_transfer_params"
 
