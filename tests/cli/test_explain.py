@@ -17,7 +17,7 @@ from batonlm.cli.explain import everyone, show
 from batonlm.cli.http_client import HttpClient
 from batonlm.cli.main import main
 from batonlm.core.errors import Unavailable
-from batonlm.core.observe.request_record import ChoiceEnd, RequestRecord
+from batonlm.core.observe.request_record import ChoiceEnd, PrefixRecord, RequestRecord
 from batonlm.core.observe.stages import Stage
 from batonlm.core.request.attempt import Phase
 from batonlm.core.request.model import WorkerIdentity
@@ -42,6 +42,8 @@ def disturbed() -> RequestRecord:
     first.prefill, first.decode = PREFILL, DECODE
     first.prefill_queue_s, first.prefill_s, first.prefill_cached_tokens = 0.01, 0.2, 64
     first.kv_bytes, first.kv_s, first.kv_wait_s = 3 << 20, 0.3, 0.1
+    first.restored, first.restore_s = {"host": 128, "disk": 64}, 0.012
+    first.prefix = PrefixRecord(DECODE, 600, "busy", 512, "completed", 0.03)
     first.candidates = (
         Candidate(DECODE, FilterReason.PICKED, COST),
         Candidate(PREFILL, FilterReason.NOT_SERVING, None, "starting"),
@@ -74,6 +76,8 @@ def test_the_picture_says_what_happened() -> None:
         "decode             1500.0 ms",
         "attempt 0 failed",
         "pppppppp 10.0.0.1:5  queued 10.0 ms, computed 200.0 ms, 64 tokens cached",
+        "prefix    128 tokens from host, 64 tokens from disk in 12.0 ms; "
+        "dddddddd 10.0.0.2:5 (busy)  512 of 600 tokens collected in 30.0 ms: completed",
         "3.00 MiB, complete 300.0 ms after the start",
         "picked  cost 500.0 ms = queue 100.0 ms, compute 400.0 ms",
         "not serving (starting)",
@@ -90,6 +94,7 @@ def test_a_tenants_picture_has_its_own_times_and_no_workers_places() -> None:
         "abc  text of m: finished after 2000.0 ms",
         "decode             1500.0 ms",
         "attempt 0 failed",
+        "prefix    128 tokens from host, 64 tokens from disk in 12.0 ms; dddddddd  512 of 600",
         "prefill   pppppppp  queued 10.0 ms, computed 200.0 ms, 64 tokens cached",
         "lost decode at 1000.0 ms: unavailable: An operator's key shows more.",
     ):

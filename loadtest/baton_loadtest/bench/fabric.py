@@ -1,10 +1,12 @@
-"""`baton bench fabric`: what it saves to collect prefixes from other workers' caches.
+"""`baton bench fabric`: what it saves to get prefixes from other workers' caches and from tiers.
 
 Users hold the conversations of Mooncake's trace, scaled down, with four decode workers that run a
 real model. Users are more than the workers' places, so the worker that has a conversation's KV is
-often full when its next turn comes, and no worker's pool holds what all users are at. The same
-requests run three times: no request shares KV with another; each worker finds what is in its own
-cache; and it also collects what another one has. Every answer must be the same.
+often full when its next turn comes, and all workers' pools together hold less than what the users
+are at. The same requests run four times: no request shares KV with another; each worker finds what
+is in its own cache; it also collects what another one has; and what its pool has no room for goes
+to host memory, a folder of its own, and a folder that all workers share. Every answer must be the
+same.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from baton_loadtest import traces
 from baton_loadtest.bench import engines
+from baton_loadtest.bench.engines import BLOCK_SIZE
 from baton_loadtest.bench.options import SHAPES, TRANSPORT, option
 from baton_loadtest.drive import (
     ORDINARY,
@@ -34,8 +37,9 @@ from baton_loadtest.load.scenario import pieces_of
 from baton_loadtest.report import Bars, Report, Result, at_most, compared, ms
 from baton_loadtest.traces import BLOCK, Recorded
 from batonlm.cli.access import Access
-from batonlm.cli.layout import UpOptions
+from batonlm.cli.layout import Layout, UpOptions
 from batonlm.core.errors import BatonError, InvalidArgument
+from batonlm.core.kvcache.cache_events import TIERS
 
 PLOTS = True
 OPTIONS = (
@@ -50,6 +54,8 @@ OPTIONS = (
     option("--workers", 4),
     option("--running", 2, "sequences at once on a worker"),
     option("--kv-mib", 24, "of a worker's pool"),
+    option("--host-mib", 16, "of host memory behind a worker's pool"),
+    option("--disk-mib", 32, "of a folder behind that, the worker's own"),
 )
 
 FEWER, SOONER = 2.0, 1.5
@@ -81,6 +87,8 @@ class Side:
     found: float
     """Prompt tokens that were in the worker's cache when it began, collected ones included."""
     collected: float
+    restored: dict[str, float]
+    """Those of the found ones that came from tiers, by tier."""
     cpu_s: float
     """Of all processes of Baton."""
     took_s: float
@@ -91,6 +99,43 @@ class Side:
     def first_s(self) -> list[float]:
         return [one.first_s - one.due_s for one in self.samples]
 
+    @property
+    def answers(self) -> list[list[int]]:
+        return [one.ids for one in self.samples]
+
+    @property
+    def sources(self) -> dict[str, float]:
+        """Where found tokens came from. What came and was evicted before its use is counted where
+        it came from, and then as computed."""
+        elsewhere = self.collected + sum(self.restored.values())
+        return {
+            "own cache": self.found - elsewhere,
+            "another worker's": self.collected,
+            **{f"tier {tier}": number for tier, number in self.restored.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the requests of one run may find."""
+
+    name: str
+    own: bool = True
+    """One another's KV in a worker's cache; else each request is its own tenant's."""
+    any_worker: bool = True
+    """Also that of other workers."""
+    tiers: bool = False
+    """Also what pools have no room for."""
+
+
+OWN = Sharing("own cache only", any_worker=False)
+SIDES = (
+    Sharing("nothing shared", own=False, any_worker=False),
+    OWN,
+    Sharing("any worker's"),
+    Sharing("any worker's and tiers", tiers=True),
+)
+
 
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError if answers differ between the runs, or a request fails."""
@@ -98,80 +143,118 @@ def measure(args: argparse.Namespace) -> Report:
     talks = conversations(traces.read(args.trace).requests, args)
     requests = sum(map(len, talks))
     tokens = sum(len(turn.prompt) for talk in talks for turn in talk)
-    sides = {}
-    for name, collect, shared in (
-        ("nothing shared", 0, False),
-        ("own", 0, True),
-        ("any", -1, True),
-    ):
-        say(f"{name}: {requests} requests")
-        with TemporaryDirectory() as empty:
+    sides: dict[Sharing, Side] = {}
+    for sharing in SIDES:
+        say(f"{sharing.name}: {requests} requests")
+        with TemporaryDirectory() as empty, TemporaryDirectory() as kv:
             model = engines.with_tokenizer(engines.folder(args.shape), Path(empty))
-            sides[name] = asyncio.run(_side(args, model, talks, collect, shared))
-    alone, own, anywhere = sides.values()
-    if (
-        not [s.ids for s in alone.samples]
-        == [s.ids for s in own.samples]
-        == [s.ids for s in anywhere.samples]
+            sides[sharing] = asyncio.run(_side(args, model, talks, sharing, Path(kv)))
+    own = sides[OWN]
+    if any(
+        [s.ids for s in side.samples] != [s.ids for s in own.samples] for side in sides.values()
     ):
         raise BatonError("a prompt whose KV came from elsewhere gave another answer")
-
-    def share(part: float) -> float:
-        return 100 * part / tokens
-
+    least = distinct(talks)
+    rivals = {sharing.name: side for sharing, side in sides.items() if sharing.any_worker}
     return Report(
         [
             Result("conversations", len(talks), ""),
             Result("requests, all with the same answers on all sides", requests, ""),
             Result("prompt tokens", tokens, ""),
-            Result("computed, nothing shared", alone.computed, "tokens"),
-            Result("computed, own cache only", own.computed, "tokens"),
-            compared(
-                "fewer computed: own cache only against any worker's",
-                own.computed,
-                "tokens",
-                anywhere.computed,
-                FEWER,
-            ),
-            Result("found, own cache only", share(own.found), "%"),
-            Result("found, any: in its own cache", share(anywhere.found - anywhere.collected), "%"),
-            Result("found, any: collected", share(anywhere.collected), "%"),
+            Result("prompt tokens that nothing can save", least, "tokens"),
             *(
-                Result(f"collections that ended {outcome}", number, "")
-                for outcome, number in sorted(anywhere.outcomes.items())
+                Result(f"computed, {sharing.name}", side.computed, "tokens")
+                for sharing, side in sides.items()
+            ),
+            *(
+                compared(
+                    f"fewer computed: own cache only against {name}",
+                    own.computed,
+                    "tokens",
+                    side.computed,
+                    FEWER,
+                )
+                for name, side in rivals.items()
+            ),
+            *(
+                Result(f"found, {sharing.name}: {source}", 100 * number / tokens, "%")
+                for sharing, side in sides.items()
+                if sharing.own
+                for source, number in side.sources.items()
+                if number or sharing.any_worker
+            ),
+            *(
+                Result(f"collections that ended {outcome}, {name}", number, "")
+                for name, side in rivals.items()
+                for outcome, number in sorted(side.outcomes.items())
                 if number
             ),
-            Result("first token, p50, nothing shared", ms(alone.first_s, 0.5), "ms"),
-            compared(
-                "first token, p50: own cache only against any worker's",
-                ms(own.first_s, 0.5),
-                "ms",
-                ms(anywhere.first_s, 0.5),
-                SOONER,
+            *(
+                Result(f"first token, p50, {sharing.name}", ms(side.first_s, 0.5), "ms")
+                for sharing, side in sides.items()
+                if not sharing.own
             ),
-            compared(
-                "first token, p90: own cache only against any worker's",
-                ms(own.first_s, 0.9),
-                "ms",
-                ms(anywhere.first_s, 0.9),
+            *(
+                compared(
+                    f"first token, p{round(100 * share)}: own cache only against {name}",
+                    ms(own.first_s, share),
+                    "ms",
+                    ms(side.first_s, share),
+                    SOONER if share == 0.5 else None,
+                )
+                for share in (0.5, 0.9)
+                for name, side in rivals.items()
             ),
-            Result("processor time of a request, nothing shared", alone.cpu_s / requests, "s"),
-            at_most(
-                "processor time of a request, any worker's against own cache only",
-                anywhere.cpu_s / requests,
-                "s",
-                1.0,
-                own.cpu_s / requests,
+            *(
+                Result(f"processor time of a request, {sharing.name}", side.cpu_s / requests, "s")
+                for sharing, side in sides.items()
+                if not sharing.any_worker
             ),
-            compared("time until all ended, own against any", own.took_s, "s", anywhere.took_s),
+            *(
+                at_most(
+                    f"processor time of a request, {name} against own cache only",
+                    side.cpu_s / requests,
+                    "s",
+                    1.0,
+                    own.cpu_s / requests,
+                )
+                for name, side in rivals.items()
+            ),
+            *(
+                compared(
+                    f"time until all ended, own cache only against {name}",
+                    own.took_s,
+                    "s",
+                    side.took_s,
+                )
+                for name, side in rivals.items()
+            ),
         ],
         (
-            Bars("computed", "tokens", tuple((n, side.computed) for n, side in sides.items())),
+            Bars("computed", "tokens", tuple((s.name, side.computed) for s, side in sides.items())),
             Bars(
-                "first token, p50", "ms", tuple((n, ms(s.first_s, 0.5)) for n, s in sides.items())
+                "first token, p50",
+                "ms",
+                tuple((s.name, ms(side.first_s, 0.5)) for s, side in sides.items()),
             ),
         ),
     )
+
+
+def distinct(talks: Sequence[Conversation]) -> int:
+    """Returns how many prompt tokens are computed where each block is computed once, and the last
+    token of each prompt again, for its logits."""
+    seen: set[int] = set()
+    computed = 0
+    for turn in (turn for talk in talks for turn in talk):
+        known = beginning = 0
+        for end in range(BLOCK_SIZE, len(turn.prompt) + 1, BLOCK_SIZE):
+            beginning = hash((beginning, *turn.prompt[end - BLOCK_SIZE : end]))
+            if beginning in seen:
+                known = end
+            seen.add(beginning)
+        computed += len(turn.prompt) - min(known, len(turn.prompt) - 1)
+    return computed
 
 
 def conversations(trace: Iterable[Recorded], args: argparse.Namespace) -> list[Conversation]:
@@ -214,9 +297,29 @@ async def _side(
     args: argparse.Namespace,
     model: Path,
     talks: Sequence[Conversation],
-    collect: int,
-    shared: bool,
+    sharing: Sharing,
+    kv: Path,
 ) -> Side:
+    """kv: an empty folder for tiers."""
+    tiers: tuple[str, ...] = ()
+    if sharing.tiers:
+        sizes = ("--prefix-host-mib", str(args.host_mib), "--prefix-disk-mib", str(args.disk_mib))
+        tiers = (*sizes, "--prefix-store", str(kv / "store"))
+
+    def with_own_disk(layout: Layout) -> Layout:
+        folders = {
+            spec.name: ("--prefix-disk-folder", str(kv / spec.name))
+            for spec in layout.processes
+            if spec.role == "decode" and sharing.tiers
+        }
+        return replace(
+            layout,
+            processes=tuple(
+                replace(spec, command=(*spec.command, *folders.get(spec.name, ())))
+                for spec in layout.processes
+            ),
+        )
+
     options = UpOptions(
         model=str(model),
         prefill=0,
@@ -224,14 +327,14 @@ async def _side(
         threads=1,
         transport=args.transport,
         kv_memory_mib=args.kv_mib,
-        engine_flags=("--max-running", str(args.running)),
-        router_flags=("--collect-prefix-tokens", str(collect)),
+        engine_flags=("--max-running", str(args.running), *tiers),
+        router_flags=("--collect-prefix-tokens", "-1" if sharing.any_worker else "0"),
     )
-    async with fleet(options) as running:
+    async with fleet(options, change=with_own_disk) as running:
         await _drive(running, talks[:1] * args.workers, args, shared=False, name="warm")
         before, spent = await _totals(running), sum(running.spent_s().values())
         began = time.perf_counter()
-        samples = await _drive(running, talks, args, shared=shared, name="turn")
+        samples = await _drive(running, talks, args, shared=sharing.own, name="turn")
         took_s = time.perf_counter() - began
         cpu_s = sum(running.spent_s().values()) - spent
         after = await _totals(running)
@@ -240,15 +343,21 @@ async def _side(
     def total(name: str) -> float:
         return sum(value for key, value in gained.items() if key.partition("{")[0] == name)
 
-    collects = "baton_prefix_collects_total"
+    def by_label(name: str) -> dict[str, float]:
+        return {key.split('"')[1]: value for key, value in gained.items() if key.startswith(name)}
+
     return Side(
         samples,
         total("baton_prefill_tokens_total"),
         total("baton_cached_tokens_total"),
         total("baton_prefix_collected_tokens_total"),
+        {
+            tier: by_label("baton_prefix_restored_tokens_total").get(tier, 0.0)
+            for tier in (TIERS if sharing.tiers else ())
+        },
         cpu_s,
         took_s,
-        {key.split('"')[1]: value for key, value in gained.items() if key.startswith(collects)},
+        by_label("baton_prefix_collects_total"),
     )
 
 

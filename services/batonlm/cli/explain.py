@@ -212,10 +212,22 @@ def _attempt(out: Console, request: Explained, attempt: ExplainedAttempt, full: 
 
 
 def _prefix(attempt: ExplainedAttempt) -> str:
+    parts = [part for part in (_restored(attempt), _collected(attempt)) if part]
+    return f"prefix    {'; '.join(parts)}" if parts else ""
+
+
+def _restored(attempt: ExplainedAttempt) -> str:
+    if attempt.restored is None:
+        return ""
+    parts = [f"{number} tokens from {tier}" for tier, number in attempt.restored.items()]
+    return f"{', '.join(parts) or 'nothing from tiers'} in {_s(attempt.restore_s)}"
+
+
+def _collected(attempt: ExplainedAttempt) -> str:
     prefix = attempt.prefix
     if prefix is None:
         return ""
-    text = f"prefix    {_worker(prefix.worker)}"
+    text = _worker(prefix.worker)
     if prefix.reason:
         text += f" ({prefix.reason.replace('_', ' ')})"
     if not prefix.outcome:

@@ -44,14 +44,15 @@ from batonlm.rpc.tracing import OFF, Span, Tracer, ending, error_type
 from batonlm.transfer.receiver import Collected, KvReceiver, TransferRequest, as_handover_failure
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1.decode_pb2 import SequenceStarted
-from batonlm.v1.types_pb2 import PrefixCollected
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
     HANDOVER_TIMEOUT_S,
+    NOTHING_BROUGHT,
     PREFILLED,
     STAGE_TIME,
     AttemptService,
+    BroughtPrefix,
 )
 from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
@@ -121,8 +122,8 @@ class DecodeAttempt:
     """The sequence with which it goes on, whose router is gone."""
     prefix_sender: WorkerIdentity | None = None
     """The worker whose cache has the beginning of its input, if the KV is computed here."""
-    prefix_collected: PrefixCollected | None = None
-    """What came of that, once it has ended."""
+    brought: BroughtPrefix = NOTHING_BROUGHT
+    """What came of that and from tiers, once it is known."""
 
     @property
     def trace_id(self) -> str:
@@ -569,7 +570,7 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 grammar = await self._grammars.compiled(running.attempt.grammar)
             computes = (running.resumes or running.source or running.adopts) is None
             if computes:
-                running.prefix_collected = await self._bring_prefix(
+                running.brought = await self._bring_prefix(
                     running.attempt, running.prefix_sender, running.trace_id
                 )
                 attempt, limit = running.remaining(), running.max_unconfirmed
@@ -840,7 +841,8 @@ class DecodeService(AttemptService[DecodeAttempt]):
                 received_bytes=received,
                 wait_us=round(wait_s * 1e6),
                 prompt_logprobs=prompt_logprobs_to_proto(event.prompt_logprobs),
-                prefix=running.prefix_collected,
+                prefix=running.brought.collected,
+                restored=running.brought.restored,
             )
         )
 

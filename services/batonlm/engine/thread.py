@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from batonlm.core.errors import Overloaded, Unavailable
+from batonlm.core.request.attempt import Attempt
 from batonlm.core.routing.load import WorkerSpeed
 from batonlm.core.scheduler.events import Event
 from batonlm.core.scheduler.loop import EngineLoop
@@ -243,6 +244,12 @@ class EngineThread:
         Functions of `call` and `post` run in the order in which they were given.
         """
         self._enqueue(_Call(function, None))
+
+    def check_limit(self, attempt: Attempt) -> None:
+        """Raises Overloaded when the scheduler would refuse an attempt, by the load that it had
+        after the last step or call. Waits for neither."""
+        assert self._scheduler is not None, "the thread was not started"
+        self._scheduler.limit.check(self.load, attempt)
 
     @property
     def speed(self) -> WorkerSpeed:

@@ -42,14 +42,15 @@ from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender, PendingTransfer
 from batonlm.v1 import prefill_pb2 as pb
 from batonlm.v1 import prefill_pb2_grpc
-from batonlm.v1.types_pb2 import PrefixCollected
 from batonlm.worker.service import (
     CACHED,
     DEFAULT_DEADLINE_S,
     HANDOVER_TIMEOUT_S,
+    NOTHING_BROUGHT,
     PREFILLED,
     STAGE_TIME,
     AttemptService,
+    BroughtPrefix,
 )
 from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
@@ -97,8 +98,8 @@ class PrefillAttempt:
     """Positions that the metrics include."""
     prefix_sender: WorkerIdentity | None = None
     """The worker whose cache has the beginning of its input."""
-    prefix_collected: PrefixCollected | None = None
-    """What came of that, once it has ended."""
+    brought: BroughtPrefix = NOTHING_BROUGHT
+    """What came of that and from tiers, once it is known."""
 
 
 class PrefillService(AttemptService[PrefillAttempt]):
@@ -151,9 +152,9 @@ class PrefillService(AttemptService[PrefillAttempt]):
         decode_instance_id: str,
         router: str = "",
         prefix_sender: WorkerIdentity | None = None,
-    ) -> tuple[FirstTokens, PrefixCollected | None]:
-        """Computes the input's KV and token 0 of every choice, behind what comes from
-        prefix_sender's cache; returns what came of that, too. router: its instance id.
+    ) -> tuple[FirstTokens, BroughtPrefix]:
+        """Computes the input's KV and token 0 of every choice, behind what comes from tiers and
+        prefix_sender's cache; returns what came, too. router: its instance id.
 
         With a handover_id the KV is kept until the decode worker has it or its deadline passes.
         Raises Unavailable when draining, InvalidArgument, Overloaded, DeadlineExceeded, Cancelled.
@@ -169,7 +170,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         )
         with ending(span):
             tokens = await self._run(running, handover_id, decode_instance_id)
-        return tokens, running.prefix_collected
+        return tokens, running.brought
 
     def cancel(self, key: AttemptKey) -> None:
         """Ends an attempt, even during its hand-over. An unknown attempt is not an error."""
@@ -256,7 +257,7 @@ class PrefillService(AttemptService[PrefillAttempt]):
         does, or when the attempt is ended early."""
 
         async def bring() -> None:
-            running.prefix_collected = await self._bring_prefix(
+            running.brought = await self._bring_prefix(
                 running.attempt, running.prefix_sender, running.span.context.trace_id
             )
 
@@ -422,7 +423,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         prefix_sender = None
         if request.HasField("prefix_sender"):
             prefix_sender = identity_from_proto(request.prefix_sender)
-        first, prefix = await self._service.run(
+        first, brought = await self._service.run(
             attempt_from_proto(request.attempt),
             request.handover_id,
             request.decode_instance_id,
@@ -435,7 +436,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             queue_us=round(first.queue_s * 1e6),
             prefill_us=round(first.prefill_s * 1e6),
             prompt_logprobs=prompt_logprobs_to_proto(first.prompt_logprobs),
-            prefix=prefix,
+            prefix=brought.collected,
+            restored=brought.restored,
         )
 
     async def Cancel(

@@ -573,6 +573,7 @@ class SequenceStarted(_message.Message):
     WAIT_US_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
@@ -591,6 +592,10 @@ class SequenceStarted(_message.Message):
     def prefix(self) -> _types_pb2.PrefixCollected:
         """When a prefix was to be collected; its tokens are among the cached ones."""
 
+    @_builtins.property
+    def restored(self) -> _types_pb2.PrefixRestored:
+        """When tiers were asked; these tokens are among the cached ones, too."""
+
     def __init__(
         self,
         *,
@@ -601,10 +606,11 @@ class SequenceStarted(_message.Message):
         wait_us: _builtins.int = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
         prefix: _types_pb2.PrefixCollected | None = ...,
+        restored: _types_pb2.PrefixRestored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "received_bytes", b"received_bytes", "request_id", b"request_id", "wait_us", b"wait_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cached_tokens", b"cached_tokens", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "received_bytes", b"received_bytes", "request_id", b"request_id", "restored", b"restored", "wait_us", b"wait_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from batonlm.v1 import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xcb\x01\n\nRunRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1b\n\x13prefill_instance_id\x18\x04 \x01(\t\x12\x1a\n\x12router_instance_id\x18\x05 \x01(\t\x12/\n\rprefix_sender\x18\x06 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"\xd1\x01\n\x0bRunResponse\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\x12\x12\n\nprefill_us\x18\x04 \x01(\x04\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12)\n\x06prefix\x18\x06 \x01(\x0b\x32\x19.baton.v1.PrefixCollected\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x10\n\x0e\x43\x61ncelResponse2z\n\x07Prefill\x12\x32\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse\x12;\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x18.baton.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x14\x62\x61ton/v1/types.proto\"\xcb\x01\n\nRunRequest\x12\"\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x11.baton.v1.Attempt\x12\x13\n\x0bhandover_id\x18\x02 \x01(\x0c\x12\x1a\n\x12\x64\x65\x63ode_instance_id\x18\x03 \x01(\t\x12\x1b\n\x13prefill_instance_id\x18\x04 \x01(\t\x12\x1a\n\x12router_instance_id\x18\x05 \x01(\t\x12/\n\rprefix_sender\x18\x06 \x01(\x0b\x32\x18.baton.v1.WorkerIdentity\"\xfd\x01\n\x0bRunResponse\x12\'\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x16.baton.v1.ChoiceTokens\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x10\n\x08queue_us\x18\x03 \x01(\x04\x12\x12\n\nprefill_us\x18\x04 \x01(\x04\x12\x31\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobs\x12)\n\x06prefix\x18\x06 \x01(\x0b\x32\x19.baton.v1.PrefixCollected\x12*\n\x08restored\x18\x07 \x01(\x0b\x32\x18.baton.v1.PrefixRestored\"4\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x10\n\x0e\x43\x61ncelResponse2z\n\x07Prefill\x12\x32\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse\x12;\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x18.baton.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNREQUEST']._serialized_start=59
   _globals['_RUNREQUEST']._serialized_end=262
   _globals['_RUNRESPONSE']._serialized_start=265
-  _globals['_RUNRESPONSE']._serialized_end=474
-  _globals['_CANCELREQUEST']._serialized_start=476
-  _globals['_CANCELREQUEST']._serialized_end=528
-  _globals['_CANCELRESPONSE']._serialized_start=530
-  _globals['_CANCELRESPONSE']._serialized_end=546
-  _globals['_PREFILL']._serialized_start=548
-  _globals['_PREFILL']._serialized_end=670
+  _globals['_RUNRESPONSE']._serialized_end=518
+  _globals['_CANCELREQUEST']._serialized_start=520
+  _globals['_CANCELREQUEST']._serialized_end=572
+  _globals['_CANCELRESPONSE']._serialized_start=574
+  _globals['_CANCELRESPONSE']._serialized_end=590
+  _globals['_PREFILL']._serialized_start=592
+  _globals['_PREFILL']._serialized_end=714
 # @@protoc_insertion_point(module_scope)

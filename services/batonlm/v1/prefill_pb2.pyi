@@ -81,6 +81,7 @@ class RunResponse(_message.Message):
     PREFILL_US_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Input tokens whose KV came from this worker's prefix cache."""
     queue_us: _builtins.int
@@ -99,6 +100,10 @@ class RunResponse(_message.Message):
     def prefix(self) -> _types_pb2.PrefixCollected:
         """When a prefix was to be collected; its tokens are among the cached ones."""
 
+    @_builtins.property
+    def restored(self) -> _types_pb2.PrefixRestored:
+        """When tiers were asked; these tokens are among the cached ones, too."""
+
     def __init__(
         self,
         *,
@@ -108,10 +113,11 @@ class RunResponse(_message.Message):
         prefill_us: _builtins.int = ...,
         prompt_logprobs: _types_pb2.PromptLogprobs | None = ...,
         prefix: _types_pb2.PrefixCollected | None = ...,
+        restored: _types_pb2.PrefixRestored | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "restored", b"restored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "choices", b"choices", "prefill_us", b"prefill_us", "prefix", b"prefix", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "restored", b"restored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

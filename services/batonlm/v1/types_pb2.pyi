@@ -977,6 +977,54 @@ class PrefixCollected(_message.Message):
 Global___PrefixCollected: _TypeAlias = PrefixCollected  # noqa: Y015
 
 @_typing.final
+class PrefixRestored(_message.Message):
+    """What came back from the tiers of the worker that computed the input."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class NumTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    wait_us: _builtins.int
+    """Time that it took, in microseconds, also where nothing came."""
+    @_builtins.property
+    def num_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Tokens whose KV came, by tier: host, disk or store."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        wait_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "wait_us", b"wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixRestored: _TypeAlias = PrefixRestored  # noqa: Y015
+
+@_typing.final
 class ToolCall(_message.Message):
     """A call that an assistant made."""
 

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from batonlm.core.admission.tenant_budgets import UseMeter
 from batonlm.core.errors import BatonError, InvalidArgument, Overloaded, Unavailable
@@ -22,7 +22,7 @@ from batonlm.rpc.logs import named
 from batonlm.rpc.tracing import Tracer
 from batonlm.transfer.receiver import KvReceiver
 from batonlm.transfer.sender import KvSender
-from batonlm.v1.types_pb2 import PrefixCollected
+from batonlm.v1.types_pb2 import PrefixCollected, PrefixRestored
 from batonlm.worker.prefixes import PrefixExchange
 from batonlm.worker.tiers.prefix_tiers import PrefixTiers
 
@@ -41,6 +41,18 @@ MAX_ATTEMPTS = 4096
 
 AttemptT = TypeVar("AttemptT")
 """A role's state of one attempt."""
+
+
+class BroughtPrefix(NamedTuple):
+    """What came of an input's beginning before it was queued."""
+
+    restored: PrefixRestored | None = None
+    """From tiers; None where none can have had it."""
+    collected: PrefixCollected | None = None
+    """From another worker's cache; None where none was named."""
+
+
+NOTHING_BROUGHT = BroughtPrefix()
 
 
 class AttemptService(ABC, Generic[AttemptT]):
@@ -131,14 +143,20 @@ class AttemptService(ABC, Generic[AttemptT]):
 
     async def _bring_prefix(
         self, attempt: Attempt, sender: WorkerIdentity | None, trace_id: str
-    ) -> PrefixCollected | None:
+    ) -> BroughtPrefix:
         """Brings the beginning of an attempt's input into the prefix cache, from tiers and then
-        from the sender's cache, if one is named. Returns what came from there."""
-        if self._tiers is not None:
-            await self._tiers.restore(attempt)
+        from the sender's cache, if one is named.
+
+        Raises Overloaded where the queue is full: what came would be of no use.
+        """
+        if self._tiers is None and sender is None:
+            return NOTHING_BROUGHT
+        self._engine.check_limit(attempt)
+        restored = None if self._tiers is None else await self._tiers.restore(attempt)
         if sender is None:
-            return None
-        return await self._prefixes.collect(attempt, sender, named(attempt.request_id, trace_id))
+            return BroughtPrefix(restored)
+        about = named(attempt.request_id, trace_id)
+        return BroughtPrefix(restored, await self._prefixes.collect(attempt, sender, about))
 
     def _note_drained(self) -> None:
         if self._draining and self._is_empty():

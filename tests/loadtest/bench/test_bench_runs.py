@@ -222,6 +222,8 @@ def test_conversations_of_a_trace_share_more_than_its_first_block(tmp_path: Path
     assert second[1].prompt[:64] == second[0].prompt
     assert first[0].prompt[:64] != second[0].prompt
     assert {each.output_tokens for each in (*first, *second)} == {4}
+    # All begin with one block; the last token of a prompt is computed though it is known.
+    assert fabric.distinct([first, second, first]) == 96 + 4 + 32 + 32 + 1 + 4
     with pytest.raises(InvalidArgument):
         fabric.conversations(
             traces.read(trace).requests, argparse.Namespace(turns=3, conversations=1)
@@ -240,7 +242,10 @@ def test_fabric(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     # Two conversations of three and four blocks, and of two and three.
     assert found["prompt tokens"]["value"] == 32 * 12
     assert found["computed, nothing shared"]["value"] == 32 * 12
+    assert found["prompt tokens that nothing can save"]["value"] == 32 * 6
     assert found["computed, own cache only"]["value"] < 32 * 12
+    for tier in ("host", "disk", "store"):
+        assert f"found, any worker's and tiers: tier {tier}" in found
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from batonlm.core.errors import BatonError, Unavailable
+from batonlm.core.errors import BatonError, Reason, Unavailable
 from batonlm.core.kvcache.prefix import Prefix
 from batonlm.core.request.attempt import Attempt
 from batonlm.rpc.convert import identity_to_proto, prefix_to_proto
@@ -120,6 +120,23 @@ async def test_of_two_attempts_with_one_prefix_the_second_finds_it(tmp_path: Pat
         assert all(one.cached_tokens >= known for one in started)
         read = await asyncio.to_thread(metrics_of, needs_it.metrics)
         assert read['baton_prefix_collected_tokens_total{source="decode"}'] == known
+
+
+async def test_a_worker_whose_queue_is_full_collects_nothing(tmp_path: Path) -> None:
+    first, second = turns()
+    full = {"BATON_TEST_CONSTANTS": "batonlm.worker.options.MAX_WAITING=0"}
+    async with (
+        worker("batonlm.decode", tmp_path) as has_it,
+        worker("batonlm.decode", tmp_path, environment=full) as needs_it,
+        connected(has_it) as there,
+        connected(needs_it) as here,
+    ):
+        await there.start(first)
+        assert await there.ended(first) == reference(first)
+        await here.start(second, prefix_sender=has_it.identity)
+        assert (await here.failed(second)).reason is Reason.OVERLOADED
+        read = await asyncio.to_thread(metrics_of, needs_it.metrics)
+        assert not counted(read, "baton_prefix_collects_total")
 
 
 async def test_a_worker_that_leaves_ends_what_was_asked_for_a_moment_ago() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
@@ -162,6 +162,11 @@ class AttemptRecord:
     """From the reservation of decode's blocks until decode had all KV, as decode reports it."""
     kv_s: float | None = None
     """From the attempt's start until decode had all KV."""
+    restored: Mapping[str, int] | None = None
+    """Input tokens whose KV came from tiers of the worker that computed it, by tier; None where
+    none can have had any."""
+    restore_s: float = 0.0
+    """What that took, as the worker reports it."""
     prefix: PrefixRecord | None = None
     """None where no prefix was to be collected."""
     ended_s: float | None = None

@@ -79,7 +79,7 @@ from batonlm.core.scheduler.plan import (
     StepResult,
     StepWork,
 )
-from batonlm.core.scheduler.policy import SchedulerPolicy, TenantTurns
+from batonlm.core.scheduler.policy import QueueLimit, SchedulerPolicy, TenantTurns
 from batonlm.core.scheduler.prefixes import PrefixBlocks
 from batonlm.core.scheduler.sequence import (
     Sequence,
@@ -210,6 +210,11 @@ class Scheduler:
     def load(self) -> Load:
         return self.sequences.load
 
+    @property
+    def limit(self) -> QueueLimit:
+        """By which attempts are refused. May be read by any thread."""
+        return self._policy.limit
+
     def uses_adapter(self, digest: str) -> bool:
         """Whether a sequence here, or a step in flight, is computed with it."""
         if any(sequence.adapter == digest for sequence in self.sequences):
@@ -250,7 +255,7 @@ class Scheduler:
         """
         group = self._open(attempt, now, max_unconfirmed, grammar)
         group.keep, group.receiver = keep, receiver if keep else ""
-        self._policy.limit.check(self.load, attempt)
+        self.limit.check(self.load, attempt)
         window = self._policy.batch_window_s
         if now < self._came + COMPANY * window:
             group.due = now + window

@@ -22,7 +22,6 @@ from batonlm.rpc import tracing
 from batonlm.rpc.tracing import NO_SPAN, Kind, Span, Tracer, Value, error_type, now
 from batonlm.v1.decode_pb2 import SequenceStarted
 from batonlm.v1.prefill_pb2 import RunResponse
-from batonlm.v1.types_pb2 import PrefixCollected
 
 _INT64 = 1 << 63
 """Larger numbers do not fit a span attribute."""
@@ -216,8 +215,7 @@ class StageTimer(StageClock):
         if attempt is not None:
             attempt.prefill_cached_tokens = answer.cached_tokens
             attempt.prefill_queue_s, attempt.prefill_s = queue_s, prefill_s
-            if answer.HasField("prefix"):
-                _note_prefix(attempt, answer.prefix)
+            _note_prefix(attempt, answer)
         self.prefilled(queue_s, prefill_s, now())
 
     def kv_complete(self, run: AttemptRun, started: SequenceStarted, *, computed: bool) -> None:
@@ -232,8 +230,7 @@ class StageTimer(StageClock):
             attempt.decode_cached_tokens = started.cached_tokens
             attempt.kv_bytes = started.received_bytes
             attempt.kv_wait_s, attempt.kv_s = wait_s, self._age() - attempt.began_s
-            if started.HasField("prefix"):
-                _note_prefix(attempt, started.prefix)
+            _note_prefix(attempt, started)
         self.reached(Stage.DECODE)
 
     def lost(self, run: AttemptRun, phase: Phase, error: BatonError) -> None:
@@ -303,7 +300,11 @@ def _prefix(decision: Decision) -> PrefixRecord | None:
     return PrefixRecord(plan.sender, plan.num_tokens, decision.reason_to_collect)
 
 
-def _note_prefix(attempt: AttemptRecord, prefix: PrefixCollected) -> None:
-    if attempt.prefix is not None:
+def _note_prefix(attempt: AttemptRecord, answer: RunResponse | SequenceStarted) -> None:
+    if answer.HasField("restored"):
+        attempt.restored = dict(answer.restored.num_tokens)
+        attempt.restore_s = answer.restored.wait_us / 1e6
+    prefix = answer.prefix
+    if answer.HasField("prefix") and attempt.prefix is not None:
         attempt.prefix.tokens, attempt.prefix.outcome = prefix.num_tokens, prefix.outcome
         attempt.prefix.collect_s = prefix.wait_us / 1e6

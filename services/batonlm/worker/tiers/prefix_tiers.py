@@ -40,6 +40,7 @@ from batonlm.rpc import metrics
 from batonlm.rpc.logs import named
 from batonlm.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, Sealer, layout_fingerprint
 from batonlm.transfer.staging import HostMemory
+from batonlm.v1.types_pb2 import PrefixRestored
 from batonlm.worker.options import WorkerOptions
 from batonlm.worker.tiers.places import FolderTier, MemoryTier, Tier
 from batonlm.worker.tiers.store import StoreTier
@@ -384,17 +385,18 @@ class PrefixTiers:
         """The prefix cache may have changed."""
         self._stepped.set()
 
-    async def restore(self, attempt: Attempt) -> int:
+    async def restore(self, attempt: Attempt) -> PrefixRestored | None:
         """Brings the beginning of an attempt's input back into the prefix cache, as far as tiers
         have it and that is predicted to be quicker than computing it.
 
-        Returns how many positions came, after RESTORE_S and a moment at most. May be cancelled.
-        What is posted to the engine afterwards finds them.
+        Returns what came, after RESTORE_S and a moment at most; None where no tier can have any of
+        it. May be cancelled. What is posted to the engine afterwards finds what came.
         """
+        began = time.monotonic()
         # The last position is always computed, for its logits.
         size = (len(attempt.token_ids) - 1) // UNIT_TOKENS * UNIT_TOKENS
         if size <= 0 or attempt.prompt_logprobs is not None:
-            return 0
+            return None
         whole = Prefix(attempt.token_ids[:size], attempt.cache_salt, attempt.adapter)
         names = unit_names(whole, self._tokenizer_digest)
         if not any(
@@ -402,7 +404,8 @@ class PrefixTiers:
             for place in self._places
             for name in names
         ):
-            return 0
+            return None
+        restored = PrefixRestored()
         taken: list[PrefixBlocks] = []
         arrived = 0
         wait_s, speed = RESTORE_S, self._speed()
@@ -426,7 +429,9 @@ class PrefixTiers:
                 # What was cached and was evicted meanwhile is computed, with all behind it.
                 if taken and taken[0].cached >= cached:
                     arrived = taken[0].cached
-                    async for end in self._unpacked(names, places, taken[0], wait_s):
+                    async for end, tier in self._unpacked(names, places, taken[0], wait_s):
+                        restored.num_tokens[tier] += end - arrived
+                        RESTORED.labels(tier).inc(end - arrived)
                         arrived = end
         except TimeoutError:
             about = named(attempt.request_id)
@@ -444,7 +449,8 @@ class PrefixTiers:
 
             with suppress(Unavailable):
                 self._engine.post(release)
-        return max(0, arrived - taken[0].cached) if taken else 0
+        restored.wait_us = round((time.monotonic() - began) * 1e6)
+        return restored
 
     async def close(self) -> None:
         """Stops copying, and then writes what is in the prefix cache to the tiers that last, for
@@ -514,9 +520,9 @@ class PrefixTiers:
         places: Sequence[_Place],
         blocks: PrefixBlocks,
         wait_s: float,
-    ) -> AsyncIterator[int]:
+    ) -> AsyncIterator[tuple[int, str]]:
         """Copies units into the reserved blocks, in order, up to the first one that does not come.
-        Yields the position behind each."""
+        Yields the position behind each, and its tier's name."""
         wanted = [
             (name, place)
             for name, place in zip(names, places, strict=True)
@@ -539,8 +545,7 @@ class PrefixTiers:
                 done += 1
                 place.tier.index.use(name.unit)
                 READS.labels(place.tier.name, "hit").inc()
-                RESTORED.labels(place.tier.name).inc(UNIT_TOKENS)
-                yield name.first_position + UNIT_TOKENS
+                yield name.first_position + UNIT_TOKENS, place.tier.name
         finally:
             for read in reads:
                 read.cancel()

@@ -109,10 +109,15 @@ async def test_what_was_evicted_comes_back(tmp_path: Path, tier: str) -> None:
     first = conversation(1)
     async with decode(tmp_path, *flags) as (process, end):
         await driven_out(process, end, first, tier)
-        assert await answered(end, again(first)) == await restored(process, tier) >= UNIT
+        one = again(first)
+        assert await answered(end, one) == await restored(process, tier) >= UNIT
+        came = end.started[one.key].restored
+        assert came.num_tokens == {tier: await restored(process, tier)} and came.wait_us
         computed = await metric(process, "baton_prefill_tokens_total")
         # What another tenant computed is not found.
-        assert await answered(end, again(first, 1, cache_salt=b"another tenant")) == 0
+        one = again(first, 1, cache_salt=b"another tenant")
+        assert await answered(end, one) == 0
+        assert not end.started[one.key].HasField("restored")
         assert await metric(process, "baton_prefill_tokens_total") == computed + SIZE
         await process.idle()
 
@@ -219,11 +224,13 @@ async def test_prefill_restores_and_hands_over(tmp_path: Path) -> None:
     ):
         end = RouterEnd(DecodeStub(needs_it.channel), needs_it.identity, prefill.identity)
         await end.connect()
+        came: dict[str, int] = {}
 
         async def handed_over(one: Attempt) -> int:
             handover_id = new_id()
             await end.start(one, handover_id)
             answer = await run_on(prefill, needs_it, one, handover_id)
+            came.update(answer.restored.num_tokens)
             assert await end.ended(one) == reference(one)
             return int(answer.cached_tokens)
 
@@ -233,5 +240,7 @@ async def test_prefill_restores_and_hands_over(tmp_path: Path) -> None:
             await until(
                 prefill, number, "baton_prefix_tier_writes_total", tier="host", outcome="written"
             )
+        assert not came
         assert await handed_over(again(first)) == await restored(prefill, "host") >= UNIT
+        assert came == {"host": await restored(prefill, "host")}
         await end.break_off()

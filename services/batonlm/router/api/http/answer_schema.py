@@ -778,7 +778,9 @@ class ExplainedAttempt(StrictStruct):
     """began_s, ended_s: since the request arrived. position: output tokens accepted before it.
     moved: it went on with KV of another decode worker. state: failed where not all of its choices
     ended in it or left it. others: candidates that are not listed. local_s, remote_s: what was
-    compared. kv_s: until decode had all KV, kv_wait_s: since decode reserved its blocks."""
+    compared. kv_s: until decode had all KV, kv_wait_s: since decode reserved its blocks. restored:
+    input tokens that came from tiers (host, disk, store) within restore_s; null where none can have
+    had any."""
 
     number: int
     state: Literal["running", "ended", "failed"]
@@ -802,6 +804,8 @@ class ExplainedAttempt(StrictStruct):
     kv_bytes: int
     kv_wait_s: float | None
     kv_s: float | None
+    restored: dict[str, int] | None
+    restore_s: float
     prefix: ExplainedPrefix | None
     candidates: list[ExplainedCandidate]
     others: int
