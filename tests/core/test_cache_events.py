@@ -97,6 +97,15 @@ def test_a_snapshot_tells_units_in_the_order_of_their_coming() -> None:
     assert hashes(snapshot.added) == [UNITS[3], UNITS[0], UNITS[1], UNITS[5]]
 
 
+def test_leading_units_end_at_the_first_that_is_missing() -> None:
+    cache = Cache()
+    for unit in (UNITS[0], UNITS[1], UNITS[3]):
+        cache.toggle(unit)
+    cache.log.collect()
+    assert cache.log.num_leading(UNITS) == 2
+    assert cache.log.num_leading(UNITS[2:]) == 0
+
+
 def test_nothing_new_is_nothing_to_read() -> None:
     cache = Cache()
     reader = CacheReader(cache.log)

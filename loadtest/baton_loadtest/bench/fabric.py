@@ -328,7 +328,11 @@ async def _side(
         transport=args.transport,
         kv_memory_mib=args.kv_mib,
         engine_flags=("--max-running", str(args.running), *tiers),
-        router_flags=("--collect-prefix-tokens", "-1" if sharing.any_worker else "0"),
+        router_flags=(
+            *("--collect-prefix-tokens", "-1" if sharing.any_worker else "0"),
+            # All are answered, however slow the machine is.
+            *("--max-queue-s", "300"),
+        ),
     )
     async with fleet(options, change=with_own_disk) as running:
         await _drive(running, talks[:1] * args.workers, args, shared=False, name="warm")

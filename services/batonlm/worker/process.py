@@ -227,7 +227,7 @@ async def _run_settled(
             stats=received,
         )
         receiver.start_probing(PROBE_INTERVAL_S)
-        tiers = await open_tiers(options, engine, runner, lambda: scheduler.speed)
+        tiers = await open_tiers(options, engine, runner, lambda: scheduler.speed, cache)
         service, served = make_service(
             WorkerParts(
                 engine, runner, identity, staging, sender, receiver, grammars, tiers, tracer

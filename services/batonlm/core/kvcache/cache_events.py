@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from batonlm.core.kvcache.prefix import HASH_BYTES, PrefixLink
 
@@ -182,6 +182,10 @@ class CacheLog:
                 del self._present[unit]
             self._kept.append(change)
             self._next_number += 1
+
+    def num_leading(self, units: Iterable[bytes]) -> int:
+        """How many of these units, from the first one on, were present by what was collected."""
+        return sum(1 for _ in takewhile(self._present.__contains__, units))
 
     def read(self, number: int | None) -> list[CacheBatch]:
         """All from a change's number on; a snapshot for None and for what is not kept any more."""

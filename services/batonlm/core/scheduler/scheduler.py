@@ -460,11 +460,6 @@ class Scheduler:
         size = len(prefix.token_ids)
         return self.sequences.prefixes.expect(chain, size, self._budget.blocks_to_keep())
 
-    def num_cached(self, prefix: Prefix) -> int:
-        """Leading positions of a prefix that the prefix cache has."""
-        chain, num_blocks = self._whole_chain(prefix)
-        return self._pool.num_found(chain, num_blocks) * self._pool.block_size
-
     def spill(self, count: int, *, everything: bool = False) -> list[CachedUnit]:
         """See `BlockPool.spill`."""
         return self._pool.spill(count, everything=everything)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 
 from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
@@ -66,8 +67,8 @@ LEAST_READ_S = 0.5
 take, has failed."""
 MAX_RESTORES = 4
 """Attempts whose prefixes are read at once."""
-READ_AHEAD = 4
-"""Units of one prefix that are read while one is copied into the pool."""
+READ_AHEAD = 8
+"""Units of one prefix that are read at once, or copied into the pool together."""
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
 """For which a tier is left alone that could not be read or written: twice as long each time until
@@ -101,8 +102,10 @@ async def open_tiers(
     engine: EngineThread,
     runner: ModelRunner,
     speed: Callable[[], WorkerSpeed],
+    cache: CacheLog,
 ) -> PrefixTiers | None:
     """The tiers that a worker's options name, None without any. options: without open choices.
+    cache: of the prefix cache.
 
     Raises InvalidArgument for a folder that cannot be used.
     """
@@ -143,6 +146,7 @@ async def open_tiers(
         units,
         tiers,
         {tier.name: CacheLog(changes[tier.name]) for tier in tiers},
+        cache,
         runner.model.tokenizer_digest,
         least_tokens=options.prefix_restore_tokens,
         speed=speed,
@@ -352,15 +356,17 @@ class PrefixTiers:
         units: SealedUnits,
         tiers: Sequence[Tier],
         logs: Mapping[str, CacheLog],
+        cache: CacheLog,
         tokenizer_digest: str,
         *,
         least_tokens: int,
         speed: Callable[[], WorkerSpeed],
     ) -> None:
-        """tiers: the fastest first. logs: of what their indices report. least_tokens: see the
+        """tiers: the fastest first. logs: of what their indices report. cache: of the prefix
+        cache, a step behind it at most. least_tokens: see the
         option prefix_restore_tokens. speed: of this worker, as it is measured now."""
         self._engine, self._units = engine, units
-        self.logs = logs
+        self.logs, self._cache = logs, cache
         self._places = [_Place(tier, units.num_bytes) for tier in tiers]
         self._tokenizer_digest = tokenizer_digest
         self._least_tokens, self._speed = least_tokens, speed
@@ -413,8 +419,9 @@ class PrefixTiers:
             wait_s = min(wait_s, max(LEAST_READ_S, 2 * speed.prefill_s(0, size)))
         try:
             async with asyncio.timeout(RESTORE_S), self._restores:
-                cached = await self._engine.call(lambda loop: loop.scheduler.num_cached(whole))
-                first = cached // UNIT_TOKENS
+                # By the log: the engine answers only between two steps.
+                first = self._cache.num_leading(name.unit for name in names)
+                cached = first * UNIT_TOKENS
                 places = await self._worthwhile(names[first:], cached, wait_s)
                 names = names[first : first + len(places)]
                 end = (first + len(places)) * UNIT_TOKENS
@@ -531,21 +538,30 @@ class PrefixTiers:
         began, done = time.monotonic(), 0
         reads: deque[asyncio.Task[memoryview | None]] = deque()
         try:
-            for number, (name, place) in enumerate(wanted):
-                while len(reads) < READ_AHEAD and number + len(reads) < len(wanted):
-                    ahead, where = wanted[number + len(reads)]
-                    reads.append(asyncio.create_task(where.read(ahead, wait_s)))
-                sealed = await reads[0]
-                reads.popleft()
-                if sealed is None:
-                    break
-                if wrong := await self._copy_in(name, sealed, blocks):
+            while done < len(wanted):
+                while len(reads) < READ_AHEAD and done + len(reads) < len(wanted):
+                    name, place = wanted[done + len(reads)]
+                    reads.append(asyncio.create_task(place.read(name, wait_s)))
+                await asyncio.wait({reads[0]})
+                # All that came by now, in one copy.
+                came = [read.result() for read in takewhile(lambda read: read.done(), reads)]
+                units: list[tuple[UnitName, memoryview]] = []
+                for (name, _), sealed in zip(wanted[done:], came, strict=False):
+                    if sealed is None:
+                        break
+                    units.append((name, sealed))
+                copied, wrong = await self._copy_in(units, blocks)
+                for name, place in wanted[done : done + copied]:
+                    reads.popleft()
+                    place.tier.index.use(name.unit)
+                    READS.labels(place.tier.name, "hit").inc()
+                    yield name.first_position + UNIT_TOKENS, place.tier.name
+                done += copied
+                if wrong:
+                    name, place = wanted[done]
                     await place.refuse(name, wrong)
+                if copied < len(came):
                     break
-                done += 1
-                place.tier.index.use(name.unit)
-                READS.labels(place.tier.name, "hit").inc()
-                yield name.first_position + UNIT_TOKENS, place.tier.name
         finally:
             for read in reads:
                 read.cancel()
@@ -554,18 +570,24 @@ class PrefixTiers:
                 slowest = max(wanted[:done], key=lambda each: self._places.index(each[1]))[1]
                 slowest.took(done * self._units.num_bytes, time.monotonic() - began)
 
-    async def _copy_in(self, name: UnitName, sealed: memoryview, blocks: PrefixBlocks) -> str:
-        """Returns what is wrong with a unit, or "" when it was copied."""
-        wrong = ""
+    async def _copy_in(
+        self, units: Sequence[tuple[UnitName, memoryview]], blocks: PrefixBlocks
+    ) -> tuple[int, str]:
+        """Returns how many units were copied, from the first one on, and what is wrong with the
+        next one, or ""."""
+        copied, wrong = 0, ""
 
         def copy(runner: ModelRunner) -> None:
-            nonlocal wrong
-            wrong = self._units.mismatch(name, sealed)
-            if not wrong:
+            nonlocal copied, wrong
+            for name, sealed in units:
+                if wrong := self._units.mismatch(name, sealed):
+                    return
                 self._units.unpack(runner, blocks, name, sealed)
+                copied += 1
 
-        await self._engine.copy(copy)
-        return wrong
+        if units:
+            await self._engine.copy(copy)
+        return copied, wrong
 
     async def _spill_behind(self) -> None:
         while True:
