@@ -106,7 +106,9 @@ FIGURES = {
         takes=("CONVERSATION",),
     ),
     "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
-    "chaos-routers": Figure("chaos run --schedule routers"),
+    "chaos-routers": Figure(
+        "chaos run --schedule routers --streams 1000 --down 2 --concurrency 10"
+    ),
     "chaos-partitions": Figure("chaos run --schedule partitions"),
     "chaos-rolling": Figure("chaos run --schedule rolling"),
     "chaos-slow-links": Figure("chaos run --schedule slow-links"),

@@ -133,6 +133,9 @@ def causes(log: Path, answers: Sequence[Answer]) -> dict[Cause, list[float]]:
             seen.add(Cause.OFTEN)
         first = next((cause for cause in Cause if cause in seen), Cause.NOTHING)
         found[first].append(ended - began)
+        if ended - began > RESUME_GOAL_S:
+            names = ", ".join((answer.request_id, *answer.later_ids))
+            say(f"{ended - began:.1f} s of silence in a stream {first.value}: requests {names}")
     return found
 
 
