@@ -144,6 +144,22 @@ def test_no_tenant_drives_out_the_others() -> None:
     index.check()
 
 
+def test_of_many_tenants_what_is_not_used_for_longest_goes() -> None:
+    """Clients choose their salts."""
+    many = [name(b"tenant %d" % number, 0, 0) for number in range(500)]
+    index = filled(400, *many[:400])
+    for used in many[:100]:
+        index.use(used.unit)
+    for number, one in enumerate(many[400:]):
+        assert index.add(one, SIZE) == [many[100 + number]]
+    index.check()
+    large = [name(b"large", 0, depth) for depth in range(250)]
+    for one in large:
+        gone = index.add(one, SIZE)
+    assert gone[0].namespace == b"large", "its own, above half"
+    index.check()
+
+
 def test_a_ring_of_names_ends() -> None:
     """Headers in a folder are not verified before they are read."""
     index = filled(2, UnitName(b"a", b"b", b"t", 64), UnitName(b"b", b"a", b"t", 64))

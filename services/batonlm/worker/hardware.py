@@ -9,6 +9,7 @@ machine.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -113,6 +114,26 @@ def usable_gpus(device: str) -> list[Gpu]:
     there = visible(driver.gpus if driver else (), os.environ.get(VISIBLE))
     found = select(device, there)
     return found if device != "auto" or torch_has_cuda() else []
+
+
+_CPU = ("vendor_id", "cpu family", "model", "model name", "CPU implementer", "CPU part")
+_ARITHMETIC = ("sse", "avx", "amx", "fma", "f16c", "asimd", "sve", "bf16", "i8mm")
+"""How the kernel's words for a CPU begin, where libraries choose their code by them."""
+
+
+def processor(device: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Names what a worker computes on: where two names are equal, so are the bits of what the same
+    software computes there. device: cpu or cuda."""
+    if gpus := usable_gpus(device):
+        return ", ".join(sorted({gpu.name for gpu in gpus}))
+    try:
+        lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    facts = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
+    words = (facts.get("flags") or facts.get("Features", "")).split()
+    able = sorted(word for word in words if word.startswith(_ARITHMETIC))
+    return " ".join([platform.machine(), *(facts.get(key, "") for key in _CPU), *able])
 
 
 def claim_for_ranks(device: str, ranks: int, ranks_here: int) -> Claim | None:

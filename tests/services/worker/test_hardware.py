@@ -11,7 +11,7 @@ import pytest
 from batonlm.core.errors import InvalidArgument
 from batonlm.engine.gpus import Driver, Gpu
 from batonlm.worker import hardware
-from batonlm.worker.hardware import Sizes, settled, sizes
+from batonlm.worker.hardware import Sizes, processor, settled, sizes
 from batonlm.worker.options import DecodeConfig, WorkerOptions
 
 GIB = 1 << 30
@@ -39,6 +39,28 @@ def test_sizes_by_device_and_model(
     weights = int(weights_gib * GIB)
     assert sizes("prefill", memory, weights) == prefill
     assert sizes("decode", memory, weights) == decode
+
+
+CPU = """processor : 0
+vendor_id : GenuineIntel
+model : 143
+model name : Intel(R) Xeon(R) Processor
+cpu MHz : {mhz}
+flags : fpu {flags} avx2 fma
+
+processor : 1
+"""
+
+
+def test_processors_of_one_name_have_the_same_arithmetic(tmp_path: Path) -> None:
+    def name(mhz: str, flags: str) -> str:
+        file = tmp_path / "cpuinfo"
+        file.write_text(CPU.format(mhz=mhz, flags=flags))
+        return processor("cpu", file)
+
+    assert name("2000.0", "avx512f") == name("2100.0", "avx512f md_clear")
+    assert name("2000.0", "avx512f") != name("2000.0", "")
+    assert processor("cpu", tmp_path / "none") and processor("cpu")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from batonlm.core.kvcache.block_pool import InvariantBroken
@@ -46,6 +46,18 @@ class _Entry:
     worth: float = 0.0
 
 
+_Pushed = tuple[float, int, _Entry]
+"""Worth and number of an entry when it was pushed, and the entry."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    num_bytes: int = 0
+    num_units: int = 0
+    leaves: list[_Pushed] = field(default_factory=list)
+    """As `TierIndex._leaves`, of its own units."""
+
+
 class TierIndex:
     """What one tier keeps. The owner deletes what `add` returns."""
 
@@ -63,10 +75,12 @@ class TierIndex:
         self._entries: dict[bytes, _Entry] = {}
         self._behind: Counter[bytes] = Counter()
         """How many kept units follow a unit, whether it is kept or not."""
-        self._of_tenant: Counter[bytes] = Counter()
-        """Bytes by namespace."""
-        self._leaves: dict[bytes, list[tuple[float, int, _Entry]]] = {}
-        """Heaps of the units that may go, by namespace. May have more: see `_cheapest`."""
+        self._of_tenant: dict[bytes, _Tenant] = {}
+        """By namespace. Clients choose namespaces, so there may be as many as units."""
+        self._largest: _Tenant | None = None
+        """The last one that got more than its share."""
+        self._leaves: list[_Pushed] = []
+        """A heap of the units that may go. May have more: see `_cheapest`."""
         self._clock = 0.0
         self._number = 0
         self._found = CachedUnits(report)
@@ -86,6 +100,7 @@ class TierIndex:
         entry = _Entry(name, num_bytes, 0)
         self._entries[name.unit] = entry
         self._behind[name.parent] += 1
+        self._of_tenant.setdefault(name.namespace, _Tenant()).num_units += 1
         self._count(name.namespace, num_bytes)
         self._found.add(_link(name))
         self._value(entry)
@@ -106,6 +121,7 @@ class TierIndex:
             return
         name = entry.name
         self._found.remove(_link(name))
+        self._of_tenant[name.namespace].num_units -= 1
         self._count(name.namespace, -entry.num_bytes)
         self._behind[name.parent] -= 1
         if not self._behind[name.parent]:
@@ -119,17 +135,23 @@ class TierIndex:
         by_tenant: Counter[bytes] = Counter()
         for entry in entries:
             by_tenant[entry.name.namespace] += entry.num_bytes
-        if by_tenant != self._of_tenant or sum(by_tenant.values()) != self.num_bytes:
+        counted = {namespace: tenant.num_bytes for namespace, tenant in self._of_tenant.items()}
+        if by_tenant != counted or sum(by_tenant.values()) != self.num_bytes:
             raise InvariantBroken("a tier's bytes are miscounted")
+        if Counter(entry.name.namespace for entry in entries) != {
+            namespace: tenant.num_units for namespace, tenant in self._of_tenant.items()
+        }:
+            raise InvariantBroken("a tier's units are miscounted")
         if Counter(entry.name.parent for entry in entries) != self._behind:
             raise InvariantBroken("units behind others are miscounted")
         if self._found.present != units_in(_link(entry.name) for entry in entries):
             raise InvariantBroken("the units reported are not those that can be found")
         if self.num_bytes > self.max_bytes or len(self._entries) > self._max_units:
             raise InvariantBroken("a tier keeps more than it may")
-        pushed = {entry for heap in self._leaves.values() for *_, entry in heap}
-        if not {entry for entry in entries if not self._behind[entry.name.unit]} <= pushed:
-            raise InvariantBroken("a unit that may go is not found")
+        of_tenants = {entry for one in self._of_tenant.values() for *_, entry in one.leaves}
+        for pushed in (of_tenants, {entry for *_, entry in self._leaves}):
+            if not {entry for entry in entries if not self._behind[entry.name.unit]} <= pushed:
+                raise InvariantBroken("a unit that may go is not found")
 
     def _value(self, entry: _Entry) -> None:
         self._number += 1
@@ -142,46 +164,52 @@ class TierIndex:
         """Unless it has units behind it, which have to go first."""
         if self._behind[entry.name.unit]:
             return
-        heap = self._leaves.setdefault(entry.name.namespace, [])
-        heappush(heap, (entry.worth, entry.number, entry))
-        if len(heap) > 64 + 4 * len(self._entries):
-            heap[:] = {each[1]: each for each in heap if self._may_go(each)}.values()
-            heapify(heap)
+        tenant = self._of_tenant[entry.name.namespace]
+        for heap, most in (
+            (self._leaves, len(self._entries)),
+            (tenant.leaves, tenant.num_units),
+        ):
+            heappush(heap, (entry.worth, entry.number, entry))
+            if len(heap) > 64 + 4 * most:
+                heap[:] = {each[1]: each for each in heap if self._may_go(each)}.values()
+                heapify(heap)
 
-    def _may_go(self, pushed: tuple[float, int, _Entry]) -> bool:
+    def _may_go(self, pushed: _Pushed) -> bool:
         """Whether what was pushed once is still so."""
         _, number, entry = pushed
         unit = entry.name.unit
         current = self._entries.get(unit) is entry and number == entry.number
         return current and not self._behind[unit]
 
-    def _cheapest(self, namespace: bytes) -> tuple[float, int, _Entry] | None:
-        heap = self._leaves.get(namespace)
+    def _cheapest(self, heap: list[_Pushed]) -> _Entry | None:
         while heap:
             if self._may_go(heap[0]):
-                return heap[0]
+                return heap[0][2]
             heappop(heap)
-        self._leaves.pop(namespace, None)
         return None
 
     def _evict(self) -> UnitName:
-        tenants = list(self._leaves)
-        if len(self._of_tenant) > 1:
-            ((largest, size),) = self._of_tenant.most_common(1)
-            if size * _TENANT_SHARE > self.max_bytes:
-                tenants = [largest]
-        found = [each for each in map(self._cheapest, tenants) if each is not None]
+        largest, heap = self._largest, self._leaves
+        if largest is not None and len(self._of_tenant) > 1 and self._has_too_much(largest):
+            heap = largest.leaves
         # Names that were read from a folder may form a ring, where none is last.
-        entry = min(found)[2] if found else next(iter(self._entries.values()))
+        entry = self._cheapest(heap) or next(iter(self._entries.values()))
         self._clock = max(self._clock, entry.worth)
         self.remove(entry.name.unit)
         return entry.name
 
     def _count(self, namespace: bytes, num_bytes: int) -> None:
+        tenant = self._of_tenant[namespace]
         self.num_bytes += num_bytes
-        self._of_tenant[namespace] += num_bytes
-        if not self._of_tenant[namespace]:
+        tenant.num_bytes += num_bytes
+        if not tenant.num_units:
             del self._of_tenant[namespace]
+        elif self._has_too_much(tenant):
+            # No other one has: all together have one unit too much at most.
+            self._largest = tenant
+
+    def _has_too_much(self, tenant: _Tenant) -> bool:
+        return tenant.num_bytes * _TENANT_SHARE > self.max_bytes
 
 
 def _link(name: UnitName) -> PrefixLink:

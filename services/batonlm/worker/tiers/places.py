@@ -7,7 +7,11 @@ find out. Its index belongs to the event loop, files to its own threads.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import re
+import secrets
+import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +36,18 @@ RESCAN_S = 300.0
 STALE_S = 3600.0
 """A file that is still not complete after so long never will be."""
 
+SCANNED_AT_ONCE = 256
+"""Files that are put into the index before the event loop does something else."""
+
 SUFFIX = ".kv"
 _PARTIAL = ".part"
+_HASH = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
+"""A fingerprint, a namespace or a unit."""
+_WRITTEN = re.compile(rf"{_HASH.pattern}{re.escape(SUFFIX)}")
+_BEGUN = re.compile(rf"\.{_HASH.pattern}\.[0-9a-f]+{re.escape(_PARTIAL)}")
+
+_NO_UNIT = memoryview(b"")
+"""What is read where something else lies: it does not verify, as what is torn."""
 
 
 class Tier(Protocol):
@@ -118,7 +132,8 @@ class FolderTier:
     FOLDER/fingerprint/namespace/unit.kv, so that a worker only ever looks at KV that it could have
     computed itself. A file appears under its name when it is complete. Recency is the time of its
     last modification, which every use renews, so it outlives this process. Files of other
-    fingerprints count, and go first when there is too much.
+    fingerprints count, and go first when there is too much. Whatever else is in the folder, by its
+    name, is left alone, and links are not followed.
     """
 
     lasts = True
@@ -143,6 +158,8 @@ class FolderTier:
         self._others: list[tuple[float, Path, int]] = []
         """Newest first."""
         self._other_bytes = 0
+        self._writer = secrets.token_hex(8)
+        """In names of incomplete files. Writers in other containers may have this process's id."""
         self._threads = ThreadPoolExecutor(THREADS, f"kv-{name}")
         self._scanning: asyncio.Task[None] | None = None
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -194,9 +211,11 @@ class FolderTier:
         for unit in known - found.units:
             self.index.remove(unit)
         gone: list[UnitName] = []
-        for _, name in sorted(found.new):
+        for number, (_, name) in enumerate(sorted(found.new)):
             if name.unit not in self.index:
                 gone += self.index.add(name, self._file_bytes)
+            if number % SCANNED_AT_ONCE == SCANNED_AT_ONCE - 1:
+                await asyncio.sleep(0)
         self._others = sorted(found.others, reverse=True)
         self._other_bytes = sum(size for *_, size in self._others)
         await self._delete(gone)
@@ -231,23 +250,45 @@ class FolderTier:
         return next(missing, len(names))
 
     def _read(self, name: UnitName) -> memoryview | None:
-        path = self._path(name)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            with path.open("rb") as file:
-                # One byte more, so that a file that is too long is seen.
-                sealed = bytearray(self._file_bytes + 1)
-                size = file.readinto(sealed)
-            os.utime(path)
+            opened = os.open(self._path(name), flags)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return _NO_UNIT
+            raise
+        try:
+            facts = os.fstat(opened)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size != self._file_bytes:
+                return _NO_UNIT
+            sealed = bytearray(self._file_bytes)
+            with open(opened, "rb", closefd=False) as file:
+                size = file.readinto(sealed)
+            # Whoever may only read it cannot renew it.
+            with suppress(OSError):
+                os.utime(opened)
+        finally:
+            os.close(opened)
         return memoryview(sealed)[:size]
 
     def _write(self, name: UnitName, sealed: memoryview) -> None:
-        path = self._path(name)
-        partial = path.with_name(f".{path.stem}.{os.getpid()}{_PARTIAL}")
-        path.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            self._try_to_write(name, sealed)
+        except FileNotFoundError:
+            # Another worker has just deleted the folder because it was empty.
+            self._try_to_write(name, sealed)
+
+    def _try_to_write(self, name: UnitName, sealed: memoryview) -> None:
+        path = self._path(name)
+        partial = path.with_name(f".{path.stem}.{self._writer}{_PARTIAL}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Not what is above them: without it, a file system that was mounted there is missing.
+        for made in (self._folder, path.parent):
+            made.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with open(os.open(partial, flags, 0o600), "wb") as file:
                 file.write(sealed)
             partial.replace(path)
         except OSError:
@@ -261,30 +302,39 @@ class FolderTier:
 
     def _scan(self, known: Collection[bytes]) -> _Found:
         found, now = _Found(), time.time()
-        for kind in self._root.iterdir():
-            for tenant in kind.iterdir() if kind.is_dir() else ():
-                for entry in os.scandir(tenant) if tenant.is_dir() else ():
-                    with suppress(OSError):
-                        self._look(entry, kind == self._folder, known, now, found)
-                # Only where nothing is left in it.
-                with suppress(OSError):
-                    tenant.rmdir()
+        for kind in _folders(self._root):
+            # It may be of another user, or be deleted now.
+            with suppress(PermissionError, FileNotFoundError):
+                for tenant in _folders(kind):
+                    self._scan_tenant(tenant, kind == self._folder, known, now, found)
         return found
+
+    def _scan_tenant(
+        self, tenant: Path, own: bool, known: Collection[bytes], now: float, out: _Found
+    ) -> None:
+        # Other workers delete files and folders meanwhile.
+        with suppress(OSError):
+            for entry in os.scandir(tenant):
+                with suppress(OSError):
+                    self._look(entry, own, known, now, out)
+            # Only where nothing is left in it.
+            tenant.rmdir()
 
     def _look(
         self, entry: os.DirEntry[str], own: bool, known: Collection[bytes], now: float, out: _Found
     ) -> None:
         path, facts = Path(entry.path), entry.stat(follow_symlinks=False)
-        if path.suffix == _PARTIAL:
+        if _BEGUN.fullmatch(entry.name):
             if now - facts.st_mtime > STALE_S:
                 path.unlink()
             return
-        if path.suffix != SUFFIX:
+        if not _WRITTEN.fullmatch(entry.name):
             return
         if not own:
             out.others.append((facts.st_mtime, path, facts.st_size))
             return
-        name = None if facts.st_size != self._file_bytes else _name_of(path)
+        whole = stat.S_ISREG(facts.st_mode) and facts.st_size == self._file_bytes
+        name = _name_of(path) if whole else None
         if name is None:
             path.unlink()
             return
@@ -293,15 +343,22 @@ class FolderTier:
             out.new.append((facts.st_mtime, name))
 
 
+def _folders(path: Path) -> list[Path]:
+    """The folders in another one that are of tiers."""
+    with os.scandir(path) as found:
+        return [
+            Path(entry.path)
+            for entry in found
+            if _HASH.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+
+
 def _name_of(path: Path) -> UnitName | None:
     """What a file says it is; the seal is verified when it is read."""
-    try:
-        unit, namespace = bytes.fromhex(path.stem), bytes.fromhex(path.parent.name)
-    except ValueError:
-        return None
+    unit, namespace = bytes.fromhex(path.stem), bytes.fromhex(path.parent.name)
     with path.open("rb") as file:
         header = header_in(file.read(HEADER_BYTES))
-    if header is None or len(unit) != HASH_BYTES or len(namespace) != HASH_BYTES:
+    if header is None:
         return None
     parent, first = bytes.fromhex(header.instance_id), header.first_position
     # Whatever else is in a header, no chain may lead back to its own beginning.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 from batonlm.core.errors import BatonError, InvalidArgument, Unavailable, install
@@ -42,6 +42,7 @@ from batonlm.rpc.logs import named
 from batonlm.transfer.kv_chunk import DIGEST_BYTES, HEADER_BYTES, Sealer, layout_fingerprint
 from batonlm.transfer.staging import HostMemory
 from batonlm.v1.types_pb2 import PrefixRestored
+from batonlm.worker.hardware import processor
 from batonlm.worker.options import WorkerOptions
 from batonlm.worker.tiers.places import FolderTier, MemoryTier, Tier
 from batonlm.worker.tiers.store import StoreTier
@@ -68,7 +69,10 @@ take, has failed."""
 MAX_RESTORES = 4
 """Attempts whose prefixes are read at once."""
 READ_AHEAD = 8
-"""Units of one prefix that are read at once, or copied into the pool together."""
+"""Units of one prefix that are read at once."""
+COPY_BYTES = 4 << 20
+"""Of units that are copied into the pool together, or one unit: a runner that cannot copy beside
+steps computes none meanwhile."""
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
 """For which a tier is left alone that could not be read or written: twice as long each time until
@@ -92,6 +96,7 @@ def fingerprint(options: WorkerOptions, layout: KvLayout) -> str:
         *(layout_fingerprint(layout).hex(), version("batonlm"), torch, options.block_size),
         *(options.exact, options.device, options.dtype, options.kv_cache_dtype, options.quantize),
         *(options.decoder, options.tensor_parallel, options.pipeline_parallel),
+        processor(options.device),
     )
     text = "|".join(map(str, values))
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"baton tiers").hexdigest()
@@ -536,6 +541,7 @@ class PrefixTiers:
             if name.first_position + UNIT_TOKENS > blocks.cached
         ]
         began, done = time.monotonic(), 0
+        most = max(1, COPY_BYTES // self._units.num_bytes)
         reads: deque[asyncio.Task[memoryview | None]] = deque()
         try:
             while done < len(wanted):
@@ -543,8 +549,8 @@ class PrefixTiers:
                     name, place = wanted[done + len(reads)]
                     reads.append(asyncio.create_task(place.read(name, wait_s)))
                 await asyncio.wait({reads[0]})
-                # All that came by now, in one copy.
-                came = [read.result() for read in takewhile(lambda read: read.done(), reads)]
+                ready = takewhile(lambda read: read.done(), reads)
+                came = [read.result() for read in islice(ready, most)]
                 units: list[tuple[UnitName, memoryview]] = []
                 for (name, _), sealed in zip(wanted[done:], came, strict=False):
                     if sealed is None:

@@ -1,15 +1,17 @@
 """StoreTier: sealed units in an object store that speaks the S3 protocol, shared by workers.
 
 PREFIX/fingerprint/namespace/unit. What other workers wrote is found when it is looked for. Of all
-that is below the prefix, whoever wrote it, the oldest goes when there is too much; each worker
-looks now and then. An object's age counts from when it was written, because the protocol has no
-later use of it. What is used and was deleted is written again when it is next evicted from a pool.
+such objects, whoever wrote them, the oldest goes when there is too much; each worker looks now and
+then. Others below the prefix are left alone. An object's age counts from when it was written,
+because the protocol has no later use of it. What is used and was deleted is written again when it
+is next evicted from a pool.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,6 +37,9 @@ SWEEP_TO = 0.9
 MISS_S = 10.0
 """A unit that was not there is not asked for again for so long."""
 MAX_MISSES = 4096
+
+
+_OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}/[0-9a-f]{32}")
 
 
 class StoreTier:
@@ -129,6 +134,7 @@ class StoreTier:
                 (meta["last_modified"], meta["path"], meta["size"])
                 for part in obstore.list(self._client)
                 for meta in part
+                if _OURS.fullmatch(meta["path"])
             ]
 
         async def listed() -> list[tuple[Any, str, int]]:

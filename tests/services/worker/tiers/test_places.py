@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -43,6 +45,10 @@ async def folder(
 
 def files(path: Path) -> list[Path]:
     return [found for found in path.rglob("*") if found.is_file()]
+
+
+def everything(path: Path) -> list[Path]:
+    return sorted(path.rglob("*"))
 
 
 async def test_what_is_written_is_read_again_after_a_restart(tmp_path: Path) -> None:
@@ -103,7 +109,7 @@ async def test_what_is_not_complete_is_never_found(tmp_path: Path) -> None:
         await tier.write(name, sealed(name))
         (path,) = files(tmp_path)
         path.rename(path.with_name(f".{path.stem}.1.part"))
-        strange = path.with_name("x" * 32 + ".kv")
+        strange = path.with_name("0" * 32 + ".kv")
         strange.write_bytes(b"nothing of ours")
         await tier.scan()
         assert not len(tier.index) and await tier.read(name) is None
@@ -111,6 +117,80 @@ async def test_what_is_not_complete_is_never_found(tmp_path: Path) -> None:
         os.utime(files(tmp_path)[0], (0, 0))
         await tier.scan()
         assert not files(tmp_path)
+
+
+async def test_what_others_keep_in_the_folder_is_left_alone(tmp_path: Path) -> None:
+    path, outside = tmp_path / "kv", tmp_path / "outside"
+    for kept in (
+        path / "notes" / "2026" / ("0" * 32 + ".kv"),
+        path / KIND / "notes" / "a.part",
+        path / OTHER / KIND / "a.kv",
+        path / OTHER / KIND / "a.part",
+        outside / KIND / ("0" * 32 + ".kv"),
+    ):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(b"somebody's")
+        os.utime(kept, (0, 0))
+    (path / "empty" / "too").mkdir(parents=True)
+    (outside / OTHER).mkdir()
+    (path / ("0c" * 16)).symlink_to(outside)
+    (path / KIND / OTHER).symlink_to(outside / KIND)
+    before = everything(tmp_path)
+    async with folder(path, room=1) as tier:
+        for name in names(3):
+            await tier.write(name, sealed(name))
+            await tier.delete(name)
+        await tier.scan()
+    assert everything(tmp_path) == before
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "make", [a_link, os.mkfifo, Path.mkdir, lambda path: path.write_bytes(b"")]
+)
+async def test_what_is_no_file_of_a_units_size_is_torn(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    (name,) = names(1)
+    async with folder(tmp_path) as tier:
+        await tier.write(name, sealed(name))
+        (path,) = files(tmp_path)
+        path.unlink()
+        make(path)
+        found = await tier.read(name)
+        assert found is not None and UNITS.mismatch(name, found) == "torn"
+
+
+async def test_two_writers_of_one_unit_leave_it_whole(tmp_path: Path) -> None:
+    """As in two containers, where both may have the same process id."""
+    known = names(40)
+    kept = [sealed(name) for name in known]
+    async with folder(tmp_path) as one, folder(tmp_path) as other:
+        for name, data in zip(known, kept, strict=True):
+            await asyncio.gather(one.write(name, data), other.write(name, data), one.scan())
+            found = await one.read(name)
+            assert found is not None and UNITS.mismatch(name, found) == ""
+        assert len(files(tmp_path)) == 40
+
+
+async def test_an_emptied_folder_is_used_again_and_a_missing_one_is_not_made(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "kv"
+    first, second = names(2)
+    async with folder(path) as tier:
+        await tier.write(first, sealed(first))
+        shutil.rmtree(path / KIND)
+        await tier.write(second, sealed(second))
+        assert await tier.read(first) is None and await tier.read(second) is not None
+        # It may be where a file system was mounted.
+        shutil.rmtree(path)
+        with pytest.raises(FileNotFoundError):
+            await tier.write(first, sealed(first))
+        assert not path.exists()
 
 
 def changed(data: bytes, at: int) -> bytes:
