@@ -112,6 +112,7 @@ FIGURES = {
     "chaos-partitions": Figure("chaos run --schedule partitions"),
     "chaos-rolling": Figure("chaos run --schedule rolling"),
     "chaos-slow-links": Figure("chaos run --schedule slow-links"),
+    "chaos-tiers": Figure("chaos run --schedule tiers"),
     "chaos-hang": Figure("chaos hang --seconds 1 5 60"),
     "chaos-kv-corruptions": Figure("chaos kv corruptions"),
     "chaos-kv-clean": Figure("chaos kv clean"),

@@ -109,6 +109,7 @@ LENGTHS = {
     "partitions": Length(200),
     "rolling": Length(200, rounds=2),
     "slow-links": Length(100, hold_s=4.0),
+    "tiers": Length(120, rounds=2, hold_s=3.0),
 }
 """Each schedule is a module of `streams`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -28,6 +29,8 @@ from baton_loadtest.chaos.streams.load import (
 )
 from baton_loadtest.chaos.streams.network import Edge, Proxy
 from baton_loadtest.chaos.streams.routers import Cause, causes
+from baton_loadtest.chaos.streams.tiers import DAMAGES, damage, fill, small_file_system
+from baton_loadtest.chaos.world import Broken
 from batonlm.cli.main import main
 from batonlm.cli.ports import HOST, free_ports
 from batonlm.v1 import inference_pb2
@@ -269,6 +272,35 @@ def test_routers_die_among_others(tmp_path: Path) -> None:
 def test_a_partition(tmp_path: Path) -> None:
     found = run(tmp_path, "partitions", "--streams", "16", "--cuts", "1", "--hold", "3")
     assert found["pairs of processes cut"] == 1
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_another_one(tmp_path: Path, kind: str) -> None:
+    file, other = tmp_path / "one", tmp_path / "other"
+    file.write_bytes(bytes(1000))
+    other.write_bytes(b"x" * 1000)
+    damage(file, kind, other, random.Random(1))
+    assert file.read_bytes() != bytes(1000)
+    assert file.is_symlink() == (kind == "link") and other.read_bytes() == b"x" * 1000
+
+
+def test_a_small_file_system_fills_up_and_goes() -> None:
+    try:
+        with small_file_system(1) as path:
+            fill(path / "filler")
+            assert 0 < (path / "filler").stat().st_size <= 1 << 20
+            with pytest.raises(OSError):
+                (path / "more").write_bytes(bytes(1 << 16))
+    except Broken:
+        pytest.skip("no file system can be mounted here")
+    assert not path.exists()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(SLOWEST_S)
+def test_stored_kv_is_harmed(tmp_path: Path) -> None:
+    found = run(tmp_path, "tiers", "--streams", "100", "--rounds", "1", "--hold", "2")
+    assert found["requests that failed"] == 0
 
 
 @pytest.mark.chaos

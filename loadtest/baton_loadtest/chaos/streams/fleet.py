@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -212,14 +212,30 @@ async def fleet(
     routers: int = 1,
     network: Network | None = None,
     keys: str = "",
+    kv_memory_mib: int = KV_MEMORY_MIB,
+    engine_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
 ) -> AsyncIterator[Fleet]:
     """Starts and connects all processes. network: the network between them, if any. keys: the file
-    of the API keys that routers accept; empty: they need none.
+    of the API keys that routers accept; empty: they need none. The others are those of UpOptions.
 
     Raises Broken, StartFailed.
     """
     network = network or Network()
-    layout = _layout(args, routers, keys)
+    options = UpOptions(
+        tokenizer=OF_EACH,
+        prefill=OF_EACH,
+        decode=OF_EACH,
+        detokenizer=OF_EACH,
+        routers=routers,
+        transport=args.transport,
+        kv_memory_mib=kv_memory_mib,
+        local_prefill_tokens=APART,
+        keys=keys,
+        engine_flags=engine_flags,
+        router_flags=router_flags,
+    )
+    layout = _layout(options)
     ended: list[Ended] = []
     signalled: dict[str, int] = {}
     pids: dict[int, str] = {}
@@ -244,24 +260,12 @@ async def fleet(
                 yield Fleet(layout, supervisor, ended, signalled)
 
 
-def _layout(args: argparse.Namespace, routers: int, keys: str) -> Layout:
+def _layout(options: UpOptions) -> Layout:
     """The routers' ports are consecutive; others are chosen if workers were given any of them."""
     while True:
-        first = free_row(2 * routers)
-        options = UpOptions(
-            tokenizer=OF_EACH,
-            prefill=OF_EACH,
-            decode=OF_EACH,
-            detokenizer=OF_EACH,
-            routers=routers,
-            http_port=first,
-            grpc_port=first + routers,
-            transport=args.transport,
-            kv_memory_mib=KV_MEMORY_MIB,
-            local_prefill_tokens=APART,
-            keys=keys,
-        )
-        layout = plan(options)
+        first = free_row(2 * options.routers)
+        grpc_port = first + options.routers
+        layout = plan(replace(options, http_port=first, grpc_port=grpc_port))
         addresses = [one for spec in layout.processes for one in (spec.grpc, spec.metrics)]
         if len(set(addresses)) == len(addresses):
             return layout
