@@ -21,6 +21,7 @@ from batonlm.core.request.request import SamplingParams
 from batonlm.core.scheduler.plan import PENDING, Chunk, SampleRow, StepPlan
 from batonlm.engine.attention.interface import ForwardPass
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.drafting import TorchDraftModel
 from batonlm.engine.graphs import (
     DecodeGraphs,
     NotRecordable,
@@ -169,6 +170,29 @@ def test_drafts_change_no_token(
     assert steps < 8
     # All but the prompts'.
     assert sum(recorder.replays) == replays + steps - 1
+
+
+@pytest.mark.deep
+def test_a_draft_model_that_is_a_token_behind_runs_as_recorded(
+    runner: TorchRunner, recorder: Recorder
+) -> None:
+    texts, tables = random_prompts((5, 17), 1000), scattered(2, 4)
+    likely = generate(runner, texts, tables, 3)
+    wanted = (SampleRow(0, 0, 0, GREEDY),)
+    chunks = [
+        Chunk(0, likely[0][:2], len(texts[0]), tables[0], wanted),
+        Chunk(1, likely[1][:1], len(texts[1]), tables[1], wanted),
+    ]
+    found = []
+    for recorded in (True, False):
+        replays = sum(recorder.replays)
+        model = TorchDraftModel(runner.forward, runner.model, runner.model, recorded=recorded)
+        found.append(model.compute(chunks)[0])
+        assert sum(recorder.replays) == replays + recorded
+    assert [guess.token_id for guess in found[0]] == [likely[0][2], likely[1][1]]
+    for one, other in zip(*found, strict=True):
+        assert one.token_id == other.token_id
+        assert one.probability == pytest.approx(other.probability, rel=1e-3)
 
 
 @pytest.mark.deep

@@ -11,14 +11,17 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.request.model import ModelDescription
+from batonlm.core.scheduler.drafts import MOST_DRAFTS
 from batonlm.core.scheduler.model_drafts import Guess
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.device import upload
 
 Forward = Callable[[StepPlan], torch.Tensor]
 """Logits [wanted rows, vocab]."""
@@ -65,7 +68,7 @@ _FILLED_UP = 1024
 
 
 class TorchDraftModel:
-    """Implements `DraftModel`. clock: seconds; it is read when the device is done."""
+    """Implements `DraftModel`."""
 
     def __init__(
         self,
@@ -73,16 +76,26 @@ class TorchDraftModel:
         draft: ModelDescription,
         model: ModelDescription,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        recorded: bool = False,
     ):
+        """clock: seconds; it is read when the device is done. recorded: whether the draft model's
+        steps are recorded as CUDA graphs."""
         self.max_positions = draft.max_model_len
         self.clock = clock
         self._forward = forward
+        self._recorded = recorded
         self._vocab_size = min(draft.vocab_size, model.vocab_size)
 
     @torch.inference_mode()
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Guess], float]:
         began = self.clock()
-        logits = self._forward(StepPlan(0, tuple(map(self._known, chunks))))
+        plan = StepPlan(0, tuple(map(self._given, chunks)))
+        logits = self._forward(plan)
+        if any(chunk.num_drafts for chunk in plan.chunks):
+            counts = (len(chunk.wanted) for chunk in plan.chunks if chunk.samples)
+            last = [end - 1 for end in accumulate(counts)]
+            logits = logits.index_select(0, upload(last, torch.int64, logits.device))
         logits = logits[:, : self._vocab_size].float()
         best, tokens = logits.max(1)
         odds = (best - logits.logsumexp(1)).exp()
@@ -94,9 +107,13 @@ class TorchDraftModel:
         ]
         return guesses, self.clock() - began
 
-    def _known(self, chunk: Chunk) -> Chunk:
-        """Without ids that only the large model has."""
-        if max(chunk.token_ids) < self._vocab_size:
-            return chunk
-        tokens = [token if token < self._vocab_size else 0 for token in chunk.token_ids]
-        return chunk._replace(token_ids=tokens)
+    def _given(self, chunk: Chunk) -> Chunk:
+        """Without ids that only the large model has. Where steps are recorded, the few positions
+        that a sequence is behind are computed as drafts are: such steps are among the recorded."""
+        count = len(chunk.token_ids)
+        if max(chunk.token_ids) >= self._vocab_size:
+            tokens = [token if token < self._vocab_size else 0 for token in chunk.token_ids]
+            chunk = chunk._replace(token_ids=tokens)
+        if self._recorded and chunk.samples and count <= MOST_DRAFTS:
+            chunk = chunk._replace(samples=chunk.samples * count, num_drafts=count - 1)
+        return chunk

@@ -404,7 +404,9 @@ class TorchRunner:
                 "the draft model has %d positions: beyond, sequences are not drafted by it",
                 draft.max_model_len,
             )
-        self.draft_model = TorchDraftModel(self._drafting.forward, draft, self.model)
+        recorded = self._drafting._graphs is not None
+        forward = self._drafting.forward
+        self.draft_model = TorchDraftModel(forward, draft, self.model, recorded=recorded)
 
     def _pack_weights(self, quantize: str, max_batch: int, *, exact: bool) -> None:
         """Raises NotExact."""
