@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from batonlm.router.api.http.server import HttpServer, serve_http
-from tests.services.router_http.scripted import ANYONE, Scripted, http_app, openai_client
+from tests.services.router_http.scripted import ANYONE, NO_TLS, Scripted, http_app, openai_client
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ async def server(frontend: Scripted, registry: CollectorRegistry) -> AsyncIterat
 @pytest.fixture
 async def http(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
     base = f"http://{server.address}"
-    async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=base, timeout=120, trust_env=False, verify=NO_TLS
+    ) as client:
         yield client
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -308,6 +309,10 @@ def grpc_server(frontend: Scripted) -> ProcessServer:
     )
 
 
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Of clients that speak none: each would read all certificates when it is made, in 20 ms."""
+
+
 def openai_client(address: str) -> openai.AsyncOpenAI:
     """Of a server at an address. Close it, or use it as a context manager."""
     return openai.AsyncOpenAI(
@@ -315,5 +320,5 @@ def openai_client(address: str) -> openai.AsyncOpenAI:
         api_key="x",
         max_retries=0,
         timeout=120,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=NO_TLS),
     )
