@@ -214,8 +214,8 @@ bench-scaling: install ## Grow simulated fleets by leading signals, and by how b
 bench-tracing: install ## Measure what tracing and metrics cost (about a quarter of an hour)
 	@$(FIGURES) tracing
 
-chaos: install ## Kill, stop, cut off and restart processes under load, and count (about half an hour)
-	@$(FIGURES) chaos-kills chaos-routers chaos-partitions chaos-rolling chaos-slow-links chaos-tiers chaos-hang
+chaos: install ## Kill, stop, cut off and restart processes under load, and count (about an hour)
+	@$(FIGURES) chaos-kills chaos-routers chaos-routers-one chaos-partitions chaos-rolling chaos-slow-links chaos-tiers chaos-hang
 
 reliability: chaos bench-router ## Every figure of docs/reliability.md again
 

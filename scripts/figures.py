@@ -109,6 +109,9 @@ FIGURES = {
     "chaos-routers": Figure(
         "chaos run --schedule routers --streams 1000 --down 2 --concurrency 10"
     ),
+    "chaos-routers-one": Figure(
+        "chaos run --schedule routers --streams 1000 --down 1 --concurrency 6"
+    ),
     "chaos-partitions": Figure("chaos run --schedule partitions"),
     "chaos-rolling": Figure("chaos run --schedule rolling"),
     "chaos-slow-links": Figure("chaos run --schedule slow-links"),
