@@ -17,6 +17,7 @@ class Foretold:
     kinds = ("foretold",)
     computes = False
     seconds = 0.0
+    behind_s = 0.0
 
     def __init__(self, wrong_every: int = 4, odds: float = 0.9) -> None:
         self._wrong_every = wrong_every

@@ -86,6 +86,10 @@ class Drafter(Protocol):
     def seconds(self) -> float:
         """What the last call of `draft` took of the device, 0 where it did not compute."""
 
+    @property
+    def behind_s(self) -> float:
+        """The part of it for sequences that were behind, which is worth something later, too."""
+
     def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
         """One for each wish, all of one step. A drafter learns from the tokens that it is shown
         what its drafts are worth; it need not be asked at each step."""
@@ -235,6 +239,7 @@ class NgramDrafter:
     kinds = (kind,)
     computes = False
     seconds = 0.0
+    behind_s = 0.0
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}

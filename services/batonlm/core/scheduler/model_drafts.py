@@ -178,6 +178,7 @@ class ModelDrafter:
 
     def __init__(self, model: DraftModel) -> None:
         self.seconds = 0.0
+        self.behind_s = 0.0
         self._model = model
         self._known: dict[int, _Drafted] = {}
         self._odds = Odds(_CLASSES + 1)
@@ -187,7 +188,7 @@ class ModelDrafter:
         """Calls since the last guess in which no round paid."""
 
     def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
-        self.seconds = 0.0
+        self.seconds = self.behind_s = 0.0
         found = [NOTHING] * len(wishes)
         rows = []
         for index, wish in enumerate(wishes):
@@ -207,7 +208,8 @@ class ModelDrafter:
             guesses, seconds = self._model.compute(chunks)
             self.seconds += seconds
             if behind:
-                balance.behind_s = max(0.0, seconds - self._cost.of(len(live)))
+                self.behind_s = max(0.0, seconds - self._cost.of(len(live)))
+                balance.behind_s = self.behind_s
             self._cost.observe(len(live), behind, seconds)
             balance.drafting_s = self.seconds - balance.behind_s
             balance.drafts += len(live)
@@ -380,6 +382,10 @@ class Drafters:
     @property
     def seconds(self) -> float:
         return self._model.seconds
+
+    @property
+    def behind_s(self) -> float:
+        return self._model.behind_s
 
     def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
         found = self._ngram.draft(wishes, prices)

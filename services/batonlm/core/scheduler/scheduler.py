@@ -167,7 +167,7 @@ class Scheduler:
         """num_swap_blocks: as the runner has them, in host memory and on disk. draft_model: the
         runner's. drafter: in place of the policy's."""
         drafter = drafter or drafter_of(policy.speculation, draft_model)
-        self._cost = StepCost(drafts=drafter is not None)
+        self._cost = StepCost()
         self.speculation: Speculation | None = None
         """Where sequences run, keep no state that drafts would change, and have a drafter."""
         if drafter is not None and not policy.first_token_only and not pool.state_blocks:
@@ -522,12 +522,14 @@ class Scheduler:
         its result is applied, by the caller, who has a clock."""
         # What moving blocks takes is reported apart, in StepResult.swap_s. Rows of logits, with
         # which a prompt is scored, take time that no other step's positions do.
-        if plan.swap_out or plan.swap_in or plan.scores:
-            return
-        if plan.work.prefill and not plan.work.drafts:
-            added_s = self._cost.added(plan.work, seconds)
-            self._prefill_cost.observe(plan.chunks[plan.work.rows :], added_s)
-        self._cost.observe(plan.work, seconds)
+        is_known = not (plan.swap_out or plan.swap_in or plan.scores)
+        if is_known:
+            if plan.work.prefill and not plan.work.drafts:
+                added_s = self._cost.added(plan.work, seconds)
+                self._prefill_cost.observe(plan.chunks[plan.work.rows :], added_s)
+            self._cost.observe(plan.work, seconds)
+        if self.speculation is not None and plan.work.rows:
+            self.speculation.observe(plan.work, seconds if is_known else None)
 
     def apply(self, result: StepResult, now: float) -> list[Event]:
         """Takes the oldest planned step's result and returns everything that came of it."""

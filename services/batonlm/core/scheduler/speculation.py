@@ -7,8 +7,9 @@ the others are dropped. So drafts change no token, only how many steps it takes.
 
 A draft is worth its odds, which is the part of a step that it saves its sequence, and costs what
 one position more takes in a step of so many rows, which is measured. It is computed if it is worth
-more than the tokens that the step could make in that time. So speculation ends by itself where
-batches are large or drafts are wrong, and comes back when they are not.
+more than the tokens that the step could make in that time, and as long as drafts have not lost more
+time than they may (`DraftCost`). So speculation ends by itself where batches are large or drafts
+are wrong, and comes back when they are not.
 """
 
 from __future__ import annotations
@@ -31,13 +32,7 @@ from batonlm.core.scheduler.drafts import (
 from batonlm.core.scheduler.plan import StepWork
 from batonlm.core.scheduler.policy import SchedulerPolicy
 from batonlm.core.scheduler.sequence import Sequence
-from batonlm.core.scheduler.step_cost import StepCost
-
-_FADE = 0.99
-"""Each step without drafts because of their price lets it fade a little: it is measured again when
-it has fallen below what they are worth."""
-_TRIED = 8
-"""Drafts of a step that measures what they take, at most, and for every other row one."""
+from batonlm.core.scheduler.step_cost import DraftCost, StepCost
 
 
 @dataclass(slots=True)
@@ -67,9 +62,7 @@ class Speculation:
         """Of drafts in flight, by sequence id."""
         self._pool = pool
         self._policy = policy
-        self._cost = cost
-        self._faded: dict[int, float] = {}
-        """By `StepCost.class_of` rows, how much of their price still counts; 1 if missing."""
+        self._cost = DraftCost(cost)
 
     @property
     def drafted(self) -> int:
@@ -104,8 +97,11 @@ class Speculation:
         room = min(
             policy.max_sequences - len(rows) - num_sampled,
             policy.token_budget - len(rows) - prefill,
+            self._cost.room(len(rows)),
         )
         if not asked or room <= 0:
+            if not prefill:
+                self._cost.passed(len(rows))
             return {}
         step_s, draft_s = self._seconds(rows, prefill)
         within_s = policy.target_step_s - step_s if policy.target_step_s else inf
@@ -113,12 +109,9 @@ class Speculation:
             room = min(room, int(within_s / draft_s))
             if room <= 0:
                 return {}
-        size = self._cost.class_of(len(rows))
-        if size in self._faded or not self._cost.knows_drafts(size):
-            room = min(room, max(_TRIED, len(rows) // 2))
         least = _least_worth(len(rows), 0.0, 0, step_s, draft_s)
         if least >= 1.0:
-            self._faded[size] = self._faded.get(size, 1.0) * _FADE
+            self._cost.declined(len(rows))
             return {}
         wishes = []
         for one in asked:
@@ -130,6 +123,7 @@ class Speculation:
         prices = Prices(len(rows), step_s, draft_s, within_s)
         drafts = self._drafter.draft(wishes, prices)
         self.drafting_s = self._drafter.seconds
+        self._cost.found(len(rows), self.drafting_s - self._drafter.behind_s)
         found = {
             wish.sequence_id: draft
             for wish, draft in zip(wishes, drafts, strict=True)
@@ -143,9 +137,9 @@ class Speculation:
         kept = _worth_more(kept, least, room)
         if not kept:
             if any(own[0] > LEAST_WORTH for own in all_worths.values()):
-                self._faded[size] = self._faded.get(size, 1.0) * _FADE
+                self._cost.declined(len(rows))
             return {}
-        self._faded.pop(size, None)
+        self._cost.accepted(len(rows))
         chosen: dict[int, Many[int]] = {}
         for one in asked:
             if one.id in kept:
@@ -159,15 +153,25 @@ class Speculation:
         """Ids of those that had better wait for the tokens in flight than be planned ahead of them,
         because their drafts are worth more than the step in which they sit out."""
         asked = [one for one in running if one.speculates and one.in_flight]
+        if not asked or not self._cost.room(len(running)):
+            return set()
         step_s, draft_s = self._seconds(running, 0)
-        least = _least_worth(len(running), 0.0, 0, step_s, draft_s) if asked else 1.0
+        least = _least_worth(len(running), 0.0, 0, step_s, draft_s)
         if least >= 1.0:
             return set()
         wishes = [_wish(one, MOST_DRAFTS) for one in asked]
         drafts = self._drafter.peek(wishes, Prices(len(running), step_s, draft_s))
         found = {one.id: worths(draft.odds) for one, draft in zip(asked, drafts, strict=True)}
         kept = _worth_more(found, least, self._policy.max_sequences)
-        return {key for key, own in kept.items() if sum(own) > 1.0}
+        waiting = {key for key, own in kept.items() if sum(own) > 1.0}
+        if len(waiting) < len(running):
+            self._cost.sat_out(len(waiting), len(running))
+        return waiting
+
+    def observe(self, work: StepWork, seconds: float | None) -> None:
+        """A step with rows took so long; see `DraftCost.observe`. Called before `took` for its
+        drafts."""
+        self._cost.observe(work, seconds)
 
     def took(self, sequence_id: int, drafted: int, accepted: int, saved: int) -> None:
         """Drafts of a sequence were computed, so many of them were right, and so many steps
@@ -176,6 +180,7 @@ class Speculation:
         counts.drafted += drafted
         counts.accepted += accepted
         counts.saved_steps += saved
+        self._cost.saved(saved)
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
@@ -185,8 +190,7 @@ class Speculation:
     def _seconds(self, rows: Many[Sequence], prefill: int) -> tuple[float, float]:
         """Of a step with these rows and so many positions of inputs, and of one draft in it."""
         context = sum(one.num_computed_tokens for one in rows)
-        step_s, draft_s = self._cost.with_drafts(StepWork(len(rows), context, prefill))
-        return step_s, draft_s * self._faded.get(self._cost.class_of(len(rows)), 1.0)
+        return self._cost.seconds(StepWork(len(rows), context, prefill))
 
     def _that_fit(
         self, one: Sequence, drafts: Many[int], blocks_to_keep: Callable[[], int]

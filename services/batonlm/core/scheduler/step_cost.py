@@ -1,4 +1,4 @@
-"""StepCost, how long a step will probably take.
+"""StepCost, how long a step will probably take, and DraftCost, what drafts add to it.
 
 A best guess, unlike `StepTimes`, which is pessimistic because it decides whether a worker lives.
 Steps without prefill teach a + b * rows + c * context. Steps with prefill teach only the seconds
@@ -9,16 +9,16 @@ growth of a position's cost with its context is not modelled: it is averaged ove
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
 from collections.abc import Iterable, Sequence
+from math import sqrt
+from statistics import median
 
 from batonlm.core.routing.load import reads
 from batonlm.core.scheduler.plan import Chunk, StepWork
 
 _KEEP = 0.99
 """Weight that evidence keeps with each newer one: the fit looks at some hundred of them."""
-_KEEP_WITH_DRAFTS = 0.9
-"""Less, so that after a while without drafts a few show what one takes now."""
 
 _REFIT_EVERY = 8
 _PULL = 1e-4
@@ -33,9 +33,7 @@ class Regression:
     measured.
     """
 
-    def __init__(self, num_terms: int, keep: float = _KEEP) -> None:
-        """keep: the weight that evidence keeps with each newer one."""
-        self._keep = keep
+    def __init__(self, num_terms: int) -> None:
         self._products = [[0.0] * num_terms for _ in range(num_terms)]
         self._sums = [0.0] * num_terms
         self.weights = (0.0,) * num_terms
@@ -44,16 +42,14 @@ class Regression:
         self._unfitted = 0
         self._seen = 0
 
-    def observe(self, terms: Sequence[float], value: float, *, at_once: bool = False) -> None:
-        """at_once: the weights are those of all that was observed, and not a little older."""
-        keep = self._keep
+    def observe(self, terms: Sequence[float], value: float) -> None:
         for i, row in enumerate(self._products):
-            self._sums[i] = keep * self._sums[i] + terms[i] * value
+            self._sums[i] = _KEEP * self._sums[i] + terms[i] * value
             for j, term in enumerate(terms):
-                row[j] = keep * row[j] + terms[i] * term
+                row[j] = _KEEP * row[j] + terms[i] * term
         self._unfitted += 1
         self._seen += 1
-        if at_once or self._unfitted >= _REFIT_EVERY or self._seen < _REFIT_EVERY:
+        if self._unfitted >= _REFIT_EVERY or self._seen < _REFIT_EVERY:
             self._unfitted = 0
             self.weights = _fit(self._products, self._sums)
 
@@ -176,16 +172,8 @@ _RENEW = 0.2
 class StepCost:
     """How long a step will take, in seconds. Until a kind of work was seen it costs nothing."""
 
-    def __init__(self, *, drafts: bool = False) -> None:
-        """drafts: whether steps may have some."""
-        self._drafts = drafts
+    def __init__(self) -> None:
         self._decode = Regression(3)
-        self._with_drafts: dict[int, Regression] = {}
-        """By the class of a step's rows: of a step, a position that rows look back on, a draft."""
-        self._warming: dict[int, int] = {}
-        """By the class, how many of its first steps with drafts still teach nothing."""
-        self._num_measured: Counter[int] = Counter()
-        """By the class, steps with drafts that taught something."""
         self.prefill_position_s: float | None = None
         """Of one prefilled position; None until there was one."""
 
@@ -196,9 +184,7 @@ class StepCost:
         return step_s, row_s, position_s
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long."""
-        if self._drafts:
-            self._observe_drafts(work, seconds)
+        """A step took so long. One with drafts teaches nothing here, see `DraftCost`."""
         if work.drafts:
             return
         if work.prefill:
@@ -216,46 +202,6 @@ class StepCost:
         """Seconds that a step with this work, drafts apart, will take."""
         return self._decode.predict(_terms(work)) + work.prefill * (self.prefill_position_s or 0.0)
 
-    @staticmethod
-    def class_of(rows: int) -> int:
-        """Steps of similar numbers of rows are of one class: what one position more takes depends
-        on how many there are."""
-        return rows.bit_length()
-
-    def with_drafts(self, work: StepWork) -> tuple[float, float]:
-        """Seconds of a step with this work, and of one draft in it, 0 until there was one.
-
-        A class that had none borrows from the nearest below that had."""
-        size = self.class_of(work.rows)
-        known = self._with_drafts.get(size)
-        if known is None:
-            step_s = self.predict(work)
-        else:
-            step_s = known.predict((1.0, float(work.context), 0.0))
-            step_s += work.prefill * (self.prefill_position_s or 0.0)
-        measured = (s for s in range(size, 0, -1) if self.knows_drafts(s))
-        found = next(measured, None)
-        return step_s, 0.0 if found is None else self._with_drafts[found].weights[2]
-
-    def knows_drafts(self, size: int) -> bool:
-        """Whether drafts were measured in steps of this class."""
-        return self._num_measured[size] > 0
-
-    def _observe_drafts(self, work: StepWork, seconds: float) -> None:
-        if work.prefill:
-            return
-        size = self.class_of(work.rows)
-        left = self._warming.setdefault(size, WARM_UP)
-        if work.drafts and left:
-            self._warming[size] = left - 1
-            return
-        known = self._with_drafts.get(size)
-        if known is None:
-            known = self._with_drafts[size] = Regression(3, _KEEP_WITH_DRAFTS)
-        terms = 1.0, float(work.context), float(work.drafts)
-        known.observe(terms, seconds, at_once=work.drafts > 0)
-        self._num_measured[size] += work.drafts > 0
-
     def most_prefill(self, rows: int, context: int, within_s: float) -> int | None:
         """How many positions can be prefilled next to these rows within a time, at least 0; None
         when that is not known."""
@@ -267,3 +213,215 @@ class StepCost:
 
 def _terms(work: StepWork) -> tuple[float, float, float]:
     return 1.0, float(work.rows), float(work.context)
+
+
+ALLOWANCE = 0.01
+"""Of the time of all steps, what drafts may lose in the long run."""
+_FIRST_BALANCE = 1.0
+"""What drafts may lose before they have gained anything, in steps without drafts."""
+_LARGEST_BALANCE = 4.0
+"""What they may lose of their gains, before they have to gain again."""
+_FEWEST_PLAIN = 3
+"""Steps without drafts that are measured before there are any: one may have been slowed down."""
+_PLAIN_KEPT, _DRAFTED_KEPT = 16, 64
+"""So many of the newest steps of a class, without drafts and with some, say what these take."""
+_PLAIN_EVERY = 8, 32
+"""Steps with drafts between two without, at first and later."""
+_FADE = 0.99
+"""Each step without drafts because of their price lets it fade a little: it is measured again when
+it has fallen below what they are worth."""
+_KEPT_ON_RETURN = 2
+"""Of the steps with drafts that were measured before, so that the new ones count."""
+_TRIALS = 6
+"""Steps in which that is measured again, one behind the other: from one nothing can be said."""
+_TRIED = 8
+"""Drafts of a step that measures what they take, at most, and for every other row one."""
+_MORE = 2
+"""A step has no more than so many times the drafts of any before, as far as these are known."""
+_NOISE = 0.1
+"""By which part of itself a step's time varies for no known reason."""
+_OUTLIER = 1.0
+"""What a step may take beyond what is expected, as a part of one without drafts: more than that was
+a disturbance, and counts as so much."""
+_DEAREST = 2.0
+"""What finding the drafts of a step may take, in steps without: more was a disturbance, too, or the
+first time."""
+
+
+class _RowsClass:
+    """What is known of steps of similar numbers of rows."""
+
+    def __init__(self) -> None:
+        self.plain: deque[tuple[int, float]] = deque(maxlen=_PLAIN_KEPT)
+        """Of steps without drafts the rows and the seconds."""
+        self._step_s = 0.0
+        self._row_s = 0.0
+        """What such a step takes for itself, and for a row."""
+        self.drafted: deque[tuple[int, float, float]] = deque(maxlen=_DRAFTED_KEPT)
+        """Of steps with drafts how many, the seconds that they added, and those without."""
+        self.passed = 0
+        """Steps that were planned without drafts to have some of these."""
+        self.since_plain = 0
+        """Steps with drafts since the last one without."""
+        self.warming = WARM_UP
+        self.faded = 0.0
+        """How much of the price counts."""
+        self.trials = _TRIALS
+        """After so many more steps with drafts all of it counts again."""
+        self.balance = _FIRST_BALANCE
+        """What drafts may still lose, in steps without drafts."""
+        self.draft_s = 0.0
+        """What one draft adds to a step, in seconds, as far as that can be said."""
+        self.unsure_s = 0.0
+        """By how much more that may be."""
+
+    def learn_plain(self, rows: int, seconds: float, cost: StepCost) -> None:
+        """cost: has how much is for a row and how much for the step. How much is for the context is
+        not asked: between steps that follow one another it hardly changes, and a wrong slope would
+        make drafts seem to cost nothing."""
+        self.plain.append((rows, seconds))
+        self.since_plain = 0
+        step_s, row_s, _ = cost.curve
+        if not step_s + row_s:
+            step_s = 1.0
+        ratios = [took_s / (step_s + row_s * rows) for rows, took_s in self.plain]
+        most = (1.0 + _OUTLIER) * median(ratios)
+        level = sum(min(ratio, most) for ratio in ratios) / len(ratios)
+        self._step_s, self._row_s = level * step_s, level * row_s
+
+    def base_s(self, rows: int) -> float:
+        """Seconds of a step of so many rows without drafts; 0 until there was one."""
+        return self._step_s + self._row_s * rows
+
+    def learn(self, drafts: int, added_s: float, base_s: float) -> float:
+        """Returns what a step's drafts added to it, disturbances apart."""
+        self.drafted.append((drafts, added_s, base_s))
+        typical = median(added / count for count, added, _ in self.drafted)
+        limits = [typical * count + _OUTLIER * base for count, _, base in self.drafted]
+        within = [min(one[1], limit) for one, limit in zip(self.drafted, limits, strict=True)]
+        total = sum(count for count, _, _ in self.drafted)
+        self.draft_s = max(0.0, sum(within) / total)
+        steps = len(self.drafted)
+        unsure = _NOISE * sqrt(1.0 / steps + 1.0 / max(1, len(self.plain)))
+        self.unsure_s = unsure * base_s * steps / total
+        return within[-1]
+
+    @property
+    def most_measured(self) -> int:
+        return max((count for count, _, _ in self.drafted), default=0)
+
+
+class DraftCost:
+    """What drafts add to a step, and whether they have paid for it.
+
+    Both are kept for each doubling of rows, because what one position more takes depends on how
+    many there are. The price of a draft is what steps with drafts took more than the newest steps
+    without, through the number of drafts, and what it may be more than that by chance. It fades
+    while it keeps drafts away; then it is measured in a few steps with few drafts. Where drafts are
+    computed, there is a step without from time to time, so that its duration stays known.
+
+    A price is an estimate, and so are a draft's odds. So results count, too: each step adds a
+    hundredth of its time to what drafts may lose; a step with drafts takes from it what they
+    added to its time and what finding them took, and adds the time in which their tokens would have been made without. Where nothing
+    is left there are no drafts, whatever their price seems to be.
+    """
+
+    def __init__(self, cost: StepCost) -> None:
+        """cost: of steps without drafts; the caller has it observe these."""
+        self._cost = cost
+        self._classes: dict[int, _RowsClass] = {}
+        self._newest: tuple[_RowsClass, int] | None = None
+        """The class and the rows of the newest observed step, if it had drafts."""
+
+    def seconds(self, work: StepWork) -> tuple[float, float]:
+        """Of a step with this work, drafts apart, and of one draft in it; 0 until there was one.
+
+        A class that had none borrows from the nearest below that had."""
+        size = work.rows.bit_length()
+        step_s = self._of(work.rows).base_s(work.rows)
+        step_s += work.prefill * (self._cost.prefill_position_s or 0.0)
+        known = (self._classes[s] for s in range(size, 0, -1) if s in self._classes)
+        draft_s = next((one.draft_s + one.unsure_s for one in known if one.drafted), 0.0)
+        return step_s, draft_s * self._of(work.rows).faded
+
+    def room(self, rows: int) -> int:
+        """How many drafts a step with so many rows may have at most: none where they have lost too
+        much, or where a step without them is due."""
+        known = self._of(rows)
+        if known.balance <= 0.0 or max(len(known.plain), known.passed) < _FEWEST_PLAIN:
+            return 0
+        first, later = _PLAIN_EVERY
+        if known.since_plain >= max(first, min(later, 4 * len(known.plain))):
+            return 0
+        if known.warming and known.plain:
+            return max(1, rows // 8)
+        tried = max(_TRIED, rows // 2)
+        if not known.drafted:
+            return tried
+        most = tried if known.faded < 1.0 else max(tried, _MORE * known.most_measured)
+        price = known.draft_s / known.drafted[-1][2]
+        return max(1, min(most, int(known.balance / price))) if price else most
+
+    def passed(self, rows: int) -> None:
+        """A step with so many rows was planned without drafts because there is no room for any."""
+        self._of(rows).passed += 1
+
+    def declined(self, rows: int) -> None:
+        """Drafts were not computed because of their price."""
+        known = self._of(rows)
+        known.faded *= _FADE
+        known.trials = _TRIALS
+
+    def accepted(self, rows: int) -> None:
+        """Drafts are computed at their price."""
+        known = self._of(rows)
+        if known.faded == 1.0 or (known.warming and known.plain):
+            return
+        if known.trials == _TRIALS:
+            while len(known.drafted) > _KEPT_ON_RETURN:
+                known.drafted.popleft()
+        known.trials -= 1
+        if not known.trials:
+            known.faded, known.trials = 1.0, _TRIALS
+
+    def found(self, rows: int, seconds: float) -> None:
+        """Finding the drafts of a step with so many rows took so long."""
+        known = self._of(rows)
+        if base_s := known.base_s(rows):
+            known.balance -= min(_DEAREST, seconds / base_s)
+
+    def observe(self, work: StepWork, seconds: float | None) -> None:
+        """A step with rows took so long, which `StepCost` has observed, too. None: it took time for
+        what is not work."""
+        self._newest = None
+        known = self._of(work.rows)
+        known.balance = min(_LARGEST_BALANCE, known.balance + ALLOWANCE)
+        if not work.drafts:
+            if not work.prefill and seconds is not None:
+                known.learn_plain(work.rows, seconds, self._cost)
+            return
+        known.since_plain += 1
+        if known.warming:
+            known.warming -= 1
+            return
+        base_s = known.base_s(work.rows)
+        if base_s:
+            if work.prefill or seconds is None:
+                added_s = known.draft_s * work.drafts
+            else:
+                added_s = known.learn(work.drafts, seconds - base_s, base_s)
+            known.balance -= added_s / base_s
+            self._newest = known, work.rows
+
+    def saved(self, steps: int) -> None:
+        """The drafts of the step that was observed last saved their sequences so many steps."""
+        if self._newest is not None:
+            known, rows = self._newest
+            known.balance = min(_LARGEST_BALANCE, known.balance + steps / rows)
+
+    def sat_out(self, waiting: int, running: int) -> None:
+        """Sequences are not in the next step because their drafts wait for the one in flight."""
+        self._of(running).balance -= waiting / running
+
+    def _of(self, rows: int) -> _RowsClass:
+        return self._classes.setdefault(rows.bit_length(), _RowsClass())
