@@ -321,9 +321,9 @@ class DraftCost:
     computed, there is a step without from time to time, so that its duration stays known.
 
     A price is an estimate, and so are a draft's odds. So results count, too: each step adds a
-    hundredth of its time to what drafts may lose; a step with drafts takes from it what they
-    added to its time and what finding them took, and adds the time in which their tokens would have been made without. Where nothing
-    is left there are no drafts, whatever their price seems to be.
+    hundredth of its time to what drafts may lose; a step with drafts takes from it what they added
+    to its time and what finding them took, and adds the time in which their tokens would have been
+    made without. Where nothing is left there are no drafts, whatever their price seems to be.
     """
 
     def __init__(self, cost: StepCost) -> None:
