@@ -47,6 +47,8 @@ class _Worker(Struct, forbid_unknown_fields=True):
     step_tokens: Whole | UnsetType = UNSET
     max_running: Whole | UnsetType = UNSET
     batch_window_s: Number | UnsetType = UNSET
+    drafts_right: Number | UnsetType = UNSET
+    draft_s: Number | UnsetType = UNSET
 
 
 class _File(Struct, forbid_unknown_fields=True):

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,11 @@ def add_parser(subparsers: Any) -> None:
         help="also tell how many requests a second get their first token, and the others on "
         "average, within so many seconds",
     )  # fmt: skip
+    parser.add_argument(
+        "--drafts-right", type=float, metavar="P",
+        help="decode workers draft tokens, of which a part P is right (default: as in the file of "
+        "speeds, or none)",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     parser.add_argument(
         "--requests", type=Path, metavar="FILE", help="write each request's fate here, a line each"
@@ -84,9 +90,12 @@ def run(args: argparse.Namespace) -> int:
 
     scale = Scale(args.rate, args.lengths, args.copies, args.seconds)
     known = read_speeds(args.speed)
+    decode = known.decode
+    if args.drafts_right is not None:
+        decode = replace(decode, drafts_right=args.drafts_right)
     facts = FleetFacts(
         known.prefill,
-        known.decode,
+        decode,
         args.prefill,
         args.decode,
         known.kv_bytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from hashlib import blake2b
+from random import Random
 from struct import Struct
 from typing import overload
 
@@ -17,6 +18,7 @@ from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.prefix import HASH_BYTES, UNIT_TOKENS, PrefixChain, PrefixLink
 from batonlm.core.request.attempt import Attempt, ChoiceTokens, Logprobs
 from batonlm.core.request.request import SamplingParams, StopParams
+from batonlm.core.scheduler.drafts import Draft, Prices, Wish
 from batonlm.core.scheduler.plan import CompiledGrammar
 from batonlm.core.scheduler.scheduler import Scheduler
 from batonlm.core.scheduler.sequence import Sequence, SequenceGroup, StopRule, validate_sizes
@@ -154,6 +156,8 @@ def _hash(previous: bytes, content: bytes) -> bytes:
 
 TOKEN = 0
 """The token that every step samples."""
+WRONG = 1
+"""A draft that no step samples."""
 
 VOCABULARY = 1
 
@@ -197,6 +201,35 @@ class CountingSequence(Sequence):
         """Applies so many steps with a token each, none of which ends the sequence."""
         self._text.length += steps
         self.num_computed_tokens += steps
+
+
+class CountingDrafter:
+    """Implements core's `Drafter`: each draft is right with a given probability, which is known.
+
+    number: of its worker, so that the same fleet does the same again.
+    """
+
+    kinds = ("simulated",)
+    computes = False
+    seconds = 0.0
+    behind_s = 0.0
+
+    def __init__(self, right: float, number: int) -> None:
+        self._right = right
+        self._random = Random(number)
+
+    def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
+        return [self._draft(wish.most) for wish in wishes]
+
+    def peek(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
+        return self.draft(wishes, prices)
+
+    def forget(self, sequence_id: int) -> None:
+        """Nothing is known of a sequence."""
+
+    def _draft(self, most: int) -> Draft:
+        tokens = [TOKEN if self._random.random() < self._right else WRONG for _ in range(most)]
+        return Draft(tokens, [self._right] * most, self.kinds[0])
 
 
 class CountingScheduler(Scheduler):

@@ -30,6 +30,11 @@ class WorkerFacts:
     """Maximum number of prompt tokens that a step computes."""
     max_running: int = 64
     batch_window_s: float = 0.002
+    drafts_right: float = 0.0
+    """The probability that a draft is right if those before it are, of workers that draft; 0: they
+    don't. Not an option of workers, for which it depends on the text."""
+    draft_s: float = 0.0
+    """What a draft adds to a decode step, in seconds; 0: as much as a sequence more."""
     reported: WorkerSpeed = field(init=False)
     """The speed as workers report it."""
 
@@ -40,8 +45,11 @@ class WorkerFacts:
                 raise InvalidArgument("must be at least 1", field=name)
         if self.step_tokens < self.block_size:
             raise InvalidArgument("must be at least one block", field="step_tokens")
-        if self.batch_window_s < 0.0:
-            raise InvalidArgument("must not be below 0", field="batch_window_s")
+        for name in ("batch_window_s", "draft_s"):
+            if getattr(self, name) < 0.0:
+                raise InvalidArgument("must not be below 0", field=name)
+        if not 0.0 <= self.drafts_right <= 1.0:
+            raise InvalidArgument("must be from 0 to 1", field="drafts_right")
         reported = replace(self.speed, prefill_step_tokens=self.step_tokens)
         object.__setattr__(self, "reported", reported)
 

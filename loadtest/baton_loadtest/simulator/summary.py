@@ -59,6 +59,10 @@ class Summary:
     decode_blocks: tuple[float, float]
     """As prefill_blocks."""
     mean_batch: float
+    drafts: int
+    """Drafts that decode workers computed."""
+    saved_steps: int
+    """How many more steps sequences would have taken without them."""
 
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -90,6 +94,8 @@ def summary(facts: FleetFacts, outcome: Outcome) -> Summary:
         prefill_blocks=_blocks(outcome.prefills, facts.prefill.num_blocks),
         decode_blocks=_blocks(outcome.decodes, facts.decode.num_blocks),
         mean_batch=_share(sum(use.rows for use in outcome.decodes), steps),
+        drafts=sum(use.drafts for use in outcome.decodes),
+        saved_steps=sum(use.saved_steps for use in outcome.decodes),
     )
 
 
@@ -130,6 +136,11 @@ def figures(found: Summary) -> list[Result]:
         Result("decode blocks in use, mean", 100 * found.decode_blocks[0], "%"),
         Result("decode blocks in use, most", 100 * found.decode_blocks[1], "%"),
     ]
+    if found.drafts:
+        results += [
+            Result("drafts computed", found.drafts, ""),
+            Result("steps of sequences saved by drafts", found.saved_steps, ""),
+        ]
     if found.prefill_busy:
         results += [
             Result("prefill busy, mean", 100 * _mean(found.prefill_busy), "%"),

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol
 
-from baton_loadtest.simulator.prompts import TOKEN, CountingScheduler, CountingSequence
+from baton_loadtest.simulator.prompts import (
+    TOKEN,
+    CountingDrafter,
+    CountingScheduler,
+    CountingSequence,
+)
 from baton_loadtest.simulator.queue import IDLE, STEP_ENDS, EventQueue
 from baton_loadtest.simulator.requests import Cadence, Record, of_steps
 from baton_loadtest.simulator.settings import Delays, WorkerFacts
@@ -73,6 +78,10 @@ class Use:
     """Maximum number of blocks in use at the end of a step."""
     block_s: float = 0.0
     """Blocks in use times seconds of steps."""
+    drafts: int = 0
+    """Drafts that were computed."""
+    saved_steps: int = 0
+    """How many more steps sequences would have taken without them."""
 
     def ran(
         self, seconds: float, steps: int, rows: int, prefilled: int, before: int, after: int
@@ -339,7 +348,7 @@ class DecodeWorker(SimWorker):
     call, the steps that ended by then are applied and the next one is in progress, which is the
     same state as with single steps.
 
-    skip: whether quiet steps are taken at once.
+    skip: whether quiet steps are taken at once. Where it drafts, no step is quiet.
     """
 
     def __init__(
@@ -354,11 +363,13 @@ class DecodeWorker(SimWorker):
         skip: bool,
     ) -> None:
         super().__init__(number, facts, delays, queue, on_report)
+        right = facts.drafts_right
+        drafter = CountingDrafter(right, number) if right else None
         self.scheduler: SkippingScheduler = SkippingScheduler(
-            self.pool, facts.decode_policy(), model
+            self.pool, facts.decode_policy(), model, drafter=drafter
         )
         self._hop_s = delays.hop_s
-        self._skip = skip
+        self._skip = skip and drafter is None
         self._plan: StepPlan | None = None
         self._quiet: _Quiet | None = None
         self._report()
@@ -448,6 +459,7 @@ class DecodeWorker(SimWorker):
         self._plan = plan
         work = plan.work
         seconds = speed.decode_s(work.rows, work.context)
+        seconds += work.drafts * (self.facts.draft_s or speed.row_s)
         if work.prefill:
             seconds += speed.prefill_step_s + prefill_s(speed, plan, work.rows)
         self._queue.at(now + seconds, self._finish, plan, seconds, before, order=STEP_ENDS)
@@ -456,6 +468,9 @@ class DecodeWorker(SimWorker):
         self._plan = None
         work = plan.work
         self.use.ran(seconds, 1, work.rows, work.prefill, before, self._used)
+        self.use.drafts += work.drafts
+        if self.scheduler.speculation is not None:
+            self.scheduler.observe(plan, seconds)
         self._deliver(self.scheduler.apply(made_up(plan), self._queue.now))
         if work.prefill:
             self._reporter.news()
@@ -493,7 +508,9 @@ class DecodeWorker(SimWorker):
                     for part in tokens:
                         key = AttemptKey(part.key.request_id, part.key.attempt)
                         run = self._runs[key]
-                        run.record.token(now)
+                        for _ in part.token_ids:
+                            run.record.token(now)
+                        self.use.saved_steps += part.saved_steps
                         if part.finish_reason is not None:
                             del self._runs[key]
                             run.ended()

@@ -71,6 +71,11 @@ def test_it_simulates(
     for line in lines:
         assert line["output_tokens"] == 20 and line["ended_at_s"] > line["first_token_at_s"]
         assert sum(count for _, count in line["gaps"]) == 19
+    assert main(["simulate", *files, *flags, "--drafts-right", "0.9"]) == 0
+    results = json.loads(figures.read_text())["results"]
+    drafted = {result["name"]: result["value"] for result in results}
+    assert drafted["answered"] == 20
+    assert 0 < drafted["steps of sequences saved by drafts"] <= drafted["drafts computed"]
 
 
 def test_a_broken_line_is_named(

@@ -136,6 +136,9 @@ def test_bad_facts_are_named() -> None:
         WorkerFacts(SPEED, 0)
     assert error.value.field == "num_blocks"
     with pytest.raises(InvalidArgument) as error:
+        WorkerFacts(SPEED, 100, drafts_right=1.5)
+    assert error.value.field == "drafts_right"
+    with pytest.raises(InvalidArgument) as error:
         Delays(report_s=0.0)
     assert error.value.field == "report_s"
     with pytest.raises(InvalidArgument) as error:
@@ -154,3 +157,22 @@ def test_long_pauses_are_no_standstill() -> None:
     requests = [Request(0.0, 10, 30_000), Request(5000.0, 10, 5)]
     facts = fleet(0, 1, blocks=2000)
     assert all(record.ended is not None for record in simulate(facts, requests).records)
+
+
+def test_drafts_save_steps_where_they_are_right_and_cost_none_where_not() -> None:
+    facts, requests = fleet(1, 2), traffic(4, 25, 2.0)
+    without = simulate(facts, requests)
+    for right, least, most in ((0.9, 0.0, 0.6), (0.05, 0.9, 1.02)):
+        drafting = replace(facts, decode=replace(facts.decode, drafts_right=right))
+        outcome = simulate(drafting, requests)
+        assert [one.tokens for one in outcome.records] == [one.tokens for one in without.records]
+        spent = sum(use.busy_s for use in outcome.decodes)
+        plain = sum(use.busy_s for use in without.decodes)
+        assert least * plain <= spent <= most * plain
+        saved = sum(use.saved_steps for use in outcome.decodes)
+        assert 0 <= saved <= sum(use.drafts for use in outcome.decodes)
+        assert sum(use.rows for use in outcome.decodes) == (
+            sum(use.rows for use in without.decodes) - saved
+        )
+        again = simulate(drafting, requests)
+        assert [one.ended for one in again.records] == [one.ended for one in outcome.records]
