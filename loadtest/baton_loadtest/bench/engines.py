@@ -258,6 +258,7 @@ def open_runner(
     device: str = "cpu",
     decoder: str = "auto",
     adapter_bytes: tuple[int, int] = (0, 0),
+    draft_model: str = "",
 ) -> TorchRunner:
     """Opens a runner with KV memory for so many positions. The number of threads is set only by the
     first one in a process. adapter_bytes: for adapters that are ready, and for all."""
@@ -278,6 +279,7 @@ def open_runner(
             decoder=decoder,
             adapter_memory_bytes=adapter_bytes[0],
             adapter_host_bytes=adapter_bytes[1],
+            draft_model=draft_model,
         )
     )
 
@@ -314,6 +316,7 @@ def engine_loop(runner: ModelRunner, rules: SchedulerPolicy) -> EngineLoop:
         rules,
         runner.model,
         num_swap_blocks=runner.num_swap_blocks,
+        draft_model=getattr(runner, "draft_model", None),
     )
     return EngineLoop(runner, scheduler)
 

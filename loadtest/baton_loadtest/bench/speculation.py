@@ -4,19 +4,24 @@ Models of random weights repeat nothing of their prompts, so what is drawn is re
 that is known: steps, rows and samples are computed as always, and drafts are right where they
 foretell the text. Texts are Python's own modules: one that is copied with edits, one that is quoted
 between other lines, and one that follows upon another.
+
+With `--own` a model gives its own greedy answers to requests that the bundled model's corpus has:
+to write a program again with one name changed, to quote part of a text, and to tell a story.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import random
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton_loadtest.bench import engines
 from baton_loadtest.bench.options import engine, option
@@ -36,6 +41,8 @@ OPTIONS = (
     option("--output-tokens", 192),
     option("--rounds", 3, "of each, interleaved"),
     option("--loose", False, "without exact mode"),
+    option("--own", False, "answers of the model itself, of an instruction-tuned one"),
+    option("--draft-model", "", "folder or hub id of a small model that drafts, as another way"),
     option("--cpu-time", False, "in seconds of CPU time, where others use the machine, too"),
 )
 
@@ -59,9 +66,12 @@ MODULES = (
 def measure(args: argparse.Namespace) -> Report:
     """Raises BatonError if tokens with and without drafts differ."""
     threads = min(args.threads, len(cores()))
+    draft = str(engines.folder(args.draft_model)) if args.draft_model else ""
     job = {
         "model": str(engines.folder(args.shape)),
         "threads": threads,
+        "draft": draft,
+        "own": args.own,
         "exact": not args.loose,
         "batches": args.batches,
         "prompt": args.prompt_tokens,
@@ -73,56 +83,136 @@ def measure(args: argparse.Namespace) -> Report:
     results = [Result("threads", threads, "")]
     lines = []
     for text, goal in TEXTS.items():
-        ratios = []
-        for batch in args.batches:
-            one = found[f"{text} {batch}"]
-            off, on = (median(one[way]) for way in ("off", "ngram"))
-            # Of two runs beside each other, so that a slow minute counts for both.
-            pairs = zip(one["ngram"], one["off"], strict=True)
-            ratio = median(ours / theirs for ours, theirs in pairs)
-            ratios.append(ratio)
-            wanted = goal if batch == 1 and goal else LEAST
-            name = f"{text}, {batch} at once"
-            results += [
-                Result(f"{name}: output", on, "tokens/s", off, ratio, wanted, ratio >= wanted),
-                Result(f"{name}: tokens of a sequence in a step", one["a step"], ""),
-                Result(f"{name}: drafts that were right", one["right"], "%"),
-            ]
-        lines.append(Line(text, args.batches, ratios))
+        for way in _ways(draft)[1:]:
+            by = f"{text}, by a model" if way == "draft" else text
+            ratios = []
+            for batch in args.batches:
+                one = found[f"{text} {batch}"]
+                off, on = median(one["off"]["speed"]), median(one[way]["speed"])
+                # Of two runs beside each other, so that a slow minute counts for both.
+                pairs = zip(one[way]["speed"], one["off"]["speed"], strict=True)
+                ratio = median(ours / theirs for ours, theirs in pairs)
+                ratios.append(ratio)
+                wanted = goal if batch == 1 and goal else LEAST
+                name = f"{by}, {batch} at once"
+                results += [
+                    Result(f"{name}: output", on, "tokens/s", off, ratio, wanted, ratio >= wanted),
+                    Result(f"{name}: tokens of a sequence in a step", one[way]["a step"][-1], ""),
+                    Result(f"{name}: drafts that were right", one[way]["right"][-1], "%"),
+                ]
+            lines.append(Line(by, args.batches, ratios))
     chart = Chart("output with drafts", "sequences at once", "of that without", tuple(lines))
     return Report(results, (chart,))
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, threads, exact, batches, prompt, output, rounds, cpu.
+    """job: model, draft, own, threads, exact, batches, prompt, output, rounds, cpu.
 
-    Returns by text and batch the tokens/s of each round, off and ngram; how many tokens a sequence
-    got in a step, and the percentage of drafts that were right.
+    Returns by text and batch, and by way, of each round the tokens/s (speed), how many tokens a
+    sequence got in a step, and the percentage of drafts that were right.
     """
     most = max(job["batches"])
     positions = most * (job["prompt"] + job["output"] + engines.GROWTH)
-    runner = engines.open_runner(job["model"], job["threads"], positions, exact=job["exact"])
-    told = _Told(runner)
+    runner: Any = engines.open_runner(
+        job["model"], job["threads"], positions, exact=job["exact"], draft_model=job["draft"]
+    )
     clock = time.process_time if job["cpu"] else time.perf_counter
+    if runner.draft_model is not None:
+        runner.draft_model.clock = clock
+    ways = _ways(job["draft"])
+    engine = runner if job["own"] else _Told(runner)
     found: dict[str, Any] = {}
     for text in TEXTS:
-        pairs = _texts(text, most, job["prompt"], job["output"])
+        if job["own"]:
+            texts = _requests(text, most, job["model"], job["output"])
+        else:
+            texts = _texts(text, most, job["prompt"], job["output"])
         for batch in job["batches"]:
-            one: dict[str, Any] = {"off": [], "ngram": []}
+            one: dict[str, Any] = {way: {"speed": [], "a step": [], "right": []} for way in ways}
             for number in range(job["rounds"]):
-                for way in ("off", "ngram") if number % 2 else ("ngram", "off"):
-                    speed, steps, right = _answer(told, pairs[:batch], way, clock)
-                    one[way].append(speed)
-                    if way == "ngram":
-                        one |= {"a step": steps, "right": right}
+                for way in ways if number % 2 else reversed(ways):
+                    answer = _answer(engine, texts[:batch], way, clock)
+                    one[way]["speed"].append(answer.speed)
+                    one[way]["a step"].append(answer.a_step)
+                    one[way]["right"].append(answer.right)
+                    for i, tokens in enumerate(answer.tokens):
+                        texts[i] = texts[i]._replace(answer=texts[i].answer or tokens)
+                        # Without exact mode the answer of other steps may be another one.
+                        if tokens != texts[i].answer and (job["exact"] or not job["own"]):
+                            raise BatonError("drafts changed an answer")
             found[f"{text} {batch}"] = one
-            ratio = median(one["ngram"]) / median(one["off"])
-            progress(f"{text}, {batch} at once: {ratio:.2f}, {one['a step']:.2f} tokens a step")
+            for way in ways[1:]:
+                ratio = median(one[way]["speed"]) / median(one["off"]["speed"])
+                a_step = one[way]["a step"][-1]
+                progress(f"{text}, {batch} at once, {way}: {ratio:.2f}, {a_step:.2f} tokens a step")
     return found
 
 
-Text = tuple[list[int], list[int]]
-"""A prompt and its answer, in token ids."""
+def _ways(draft: str) -> list[str]:
+    return ["off", "ngram", "draft"] if draft else ["off", "ngram"]
+
+
+class Text(NamedTuple):
+    """In token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+    """Empty: not known yet."""
+    most: int
+    """Tokens of the answer, at most."""
+
+
+HEROES = "Ada", "Grace", "Alan", "Linus", "Edsger", "Barbara", "Donald", "Ken"
+THINGS = "robot", "kite", "lantern", "violin", "map", "boat", "clock", "telescope", "drum", "key"
+NOUNS = (
+    *("river", "stone", "cloud", "paper", "window", "garden", "letter", "engine", "bridge"),
+    *("ladder", "mirror", "pocket", "basket", "button", "corner", "feather", "hammer", "island"),
+)
+LINES = 10
+"""Of a text of `_requests`."""
+
+
+def _requests(kind: str, count: int, model: str, output: int) -> list[Text]:
+    """Prompts in the model's chat template, whose answers are not known."""
+    transformers: Any = import_module("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    numbers = random.Random(f"{kind} {count}")
+    found = []
+    for number in range(count):
+        code = [_statement(numbers) for _ in range(LINES)]
+        if kind == "edited code":
+            old, new = numbers.choice(re.findall(r"[a-z]{3,}", code[0])), numbers.choice(NOUNS)
+            question = "\n".join([f"Rename {old} to {new}:", *code])
+        elif kind == "quoted text":
+            lines = [_sentence(numbers) for _ in range(LINES)]
+            asked = f"Quote from this text what follows after {lines[2][:12]!r}:"
+            question = f"{asked}\n{' '.join(lines)}"
+        else:
+            hero, thing = HEROES[number % len(HEROES)], numbers.choice(THINGS)
+            question = f"Tell me a story about {hero} and a {thing}."
+        messages = [{"role": "user", "content": question}]
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        found.append(Text(tokenizer.encode(text, add_special_tokens=False), [], output))
+    return found
+
+
+def _statement(numbers: random.Random) -> str:
+    one, two, three = (numbers.choice(NOUNS) for _ in range(3))
+    return numbers.choice((
+        f"{one} = {two}({three}, {numbers.randint(0, 99)})",
+        f"    {one} = {two} + {three}",
+        f"for {one} in {two}:",
+        f"    {one}.{two}({three})",
+    ))  # fmt: skip
+
+
+def _sentence(numbers: random.Random) -> str:
+    hero, word = numbers.choice(HEROES), numbers.choice(NOUNS)
+    return numbers.choice((
+        f"On day {numbers.randint(1, 99)}, {hero} found a {word}.",
+        f"{hero} and {numbers.choice(HEROES)} talked about the {word} for 3 hours.",
+        f"{hero} carried a red {word} to the harbour.",
+    ))  # fmt: skip
 
 
 def _texts(kind: str, count: int, prompt: int, output: int) -> list[Text]:
@@ -157,7 +247,7 @@ def _texts(kind: str, count: int, prompt: int, output: int) -> list[Text]:
             for number, first in enumerate(range(0, output, QUOTED + BETWEEN)):
                 place = number * 131 % max(1, prompt - QUOTED)
                 answer += [*other[first : first + BETWEEN], *given[place : place + QUOTED]]
-        found.append((given, answer[:output]))
+        found.append(Text(given, answer[:output], output))
     return found
 
 
@@ -190,23 +280,33 @@ class _Told:
         return replace(result, tokens=tuple(tokens))
 
 
-def _answer(
-    told: _Told, texts: Sequence[Text], way: str, clock: Callable[[], float]
-) -> tuple[float, float, float]:
-    """Returns tokens/s, tokens that a sequence got in a step, and the percentage of drafts that
-    were right; from the first step on in which nothing is prefilled.
+@dataclass(frozen=True)
+class Answer:
+    """What sequences got, from the first step on in which nothing is prefilled."""
 
-    Raises BatonError if an answer is another one.
-    """
-    output = len(texts[0][1])
+    tokens: list[list[int]]
+    """All of each."""
+    speed: float
+    """Tokens/s."""
+    a_step: float
+    """Tokens that a sequence got in a step."""
+    right: float
+    """The percentage of drafts that were right."""
+
+
+def _answer(engine: Any, texts: Sequence[Text], way: str, clock: Callable[[], float]) -> Answer:
     # Places for drafts of the largest batch, too.
     rules = engines.policy(max(2 * len(texts), 32), 2048, beside=64)
-    loop = engines.engine_loop(told, replace(rules, speculation=way))
+    loop = engines.engine_loop(engine, replace(rules, speculation=way))
     scheduler = loop.scheduler
-    told.answers = {i: answer for i, (_, answer) in enumerate(texts)}
-    for i, (prompt, _) in enumerate(texts):
-        scheduler.add(engines.attempt(str(i), prompt, output), time.monotonic())
-    said: list[list[int]] = [[] for _ in texts]
+    told = isinstance(engine, _Told)
+    if told:
+        engine.answers = {i: text.answer for i, text in enumerate(texts)}
+    for i, text in enumerate(texts):
+        attempt = engines.attempt(str(i), text.prompt, text.most)
+        stop = replace(attempt.stop, ignore_eos=told)
+        scheduler.add(replace(attempt, stop=stop), time.monotonic())
+    tokens: list[list[int]] = [[] for _ in texts]
     began = 0.0
     count = rows = 0
     while scheduler.has_work:
@@ -215,20 +315,18 @@ def _answer(
         assert plan is not None
         loop.submit(plan)
         _, result = loop.collect()
-        scheduler.observe(plan, clock() - now)
+        scheduler.observe(plan, clock() - now - plan.work.drafting_s)
         events = loop.apply(result, now)
         made = [e for event in events if isinstance(event, NewTokens) for e in event.tokens]
         for one in made:
-            said[int(one.key.request_id)] += one.token_ids
+            tokens[int(one.key.request_id)] += one.token_ids
         if plan.work.prefill:
             began = clock()
         else:
             count += sum(len(one.token_ids) for one in made)
             rows += plan.work.rows
     seconds = clock() - began
-    if said != [answer for _, answer in texts]:
-        raise BatonError("drafts changed an answer")
     right = 100.0
     if scheduler.speculation is not None and scheduler.speculation.drafted:
         right = 100 * scheduler.speculation.accepted / scheduler.speculation.drafted
-    return count / seconds, count / rows, right
+    return Answer(tokens, count / seconds, count / rows, right)

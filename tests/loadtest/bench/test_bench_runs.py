@@ -12,6 +12,7 @@ import pytest
 
 from baton_loadtest import traces
 from baton_loadtest.bench import fabric
+from batonlm.cli.layout import resolve_model
 from batonlm.cli.main import main
 from batonlm.core.errors import InvalidArgument
 
@@ -100,6 +101,15 @@ def test_speculation(bench: Bench) -> None:
     assert found["edited code, 1 at once: tokens of a sequence in a step"]["value"] > 1
     one = found["other text, 2 at once: output"]
     assert one["met"] is (one["ratio"] >= one["goal"])
+
+
+@pytest.mark.deep
+def test_speculation_of_a_model_that_answers_by_itself(bench: Bench) -> None:
+    bundled = str(resolve_model("")[0])
+    few = ["--batches", "2", "--rounds", "1", "--output-tokens", "48", "--own"]
+    found = bench("speculation", "--shape", bundled, "--draft-model", bundled, *few)
+    assert found["other text, by a model, 2 at once: drafts that were right"]["value"] > 50
+    assert found["edited code, 2 at once: output"]["value"] > 0
 
 
 @pytest.mark.deep
