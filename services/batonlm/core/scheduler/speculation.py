@@ -105,8 +105,9 @@ class Speculation:
             return {}
         step_s, draft_s = self._seconds(rows, prefill)
         within_s = policy.target_step_s - step_s if policy.target_step_s else inf
-        if policy.target_step_s and draft_s:
-            room = min(room, int(within_s / draft_s))
+        full_s = self._cost.draft_s(len(rows))
+        if policy.target_step_s and full_s:
+            room = min(room, int(within_s / full_s))
             if room <= 0:
                 return {}
         least = _least_worth(len(rows), 0.0, 0, step_s, draft_s)

@@ -264,8 +264,8 @@ class _RowsClass:
         self.since_plain = 0
         """Steps with drafts since the last one without."""
         self.warming = WARM_UP
-        self.faded = 0.0
-        """How much of the price counts."""
+        self.faded = 1.0
+        """How much of the price counts; nothing while it is measured for the first time."""
         self.trials = _TRIALS
         """After so many more steps with drafts all of it counts again."""
         self.balance = _FIRST_BALANCE
@@ -334,15 +334,18 @@ class DraftCost:
         """The class and the rows of the newest observed step, if it had drafts."""
 
     def seconds(self, work: StepWork) -> tuple[float, float]:
-        """Of a step with this work, drafts apart, and of one draft in it; 0 until there was one.
+        """Of a step with this work, drafts apart, and of one draft in it, as far as that counts."""
+        known = self._of(work.rows)
+        prefill_s = work.prefill * (self._cost.prefill_position_s or 0.0)
+        return known.base_s(work.rows) + prefill_s, known.faded * self.draft_s(work.rows)
+
+    def draft_s(self, rows: int) -> float:
+        """What a draft takes in a step with so many rows, in seconds; 0 until there was one.
 
         A class that had none borrows from the nearest below that had."""
-        size = work.rows.bit_length()
-        step_s = self._of(work.rows).base_s(work.rows)
-        step_s += work.prefill * (self._cost.prefill_position_s or 0.0)
-        known = (self._classes[s] for s in range(size, 0, -1) if s in self._classes)
-        draft_s = next((one.draft_s + one.unsure_s for one in known if one.drafted), 0.0)
-        return step_s, draft_s * self._of(work.rows).faded
+        sizes = range(rows.bit_length(), 0, -1)
+        known = (self._classes[size] for size in sizes if size in self._classes)
+        return next((one.draft_s + one.unsure_s for one in known if one.drafted), 0.0)
 
     def room(self, rows: int) -> int:
         """How many drafts a step with so many rows may have at most: none where they have lost too
@@ -375,7 +378,11 @@ class DraftCost:
     def accepted(self, rows: int) -> None:
         """Drafts are computed at their price."""
         known = self._of(rows)
-        if known.faded == 1.0 or (known.warming and known.plain):
+        if known.warming and known.plain:
+            return
+        if not known.drafted:
+            known.faded = 0.0
+        if known.faded == 1.0:
             return
         if known.trials == _TRIALS:
             while len(known.drafted) > _KEPT_ON_RETURN:
