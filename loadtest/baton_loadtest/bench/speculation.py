@@ -33,6 +33,10 @@ from batonlm.core.errors import BatonError
 from batonlm.core.scheduler.events import NewTokens
 from batonlm.core.scheduler.plan import ModelRunner, StepPlan, StepResult
 
+GOAL, LEAST = 1.8, 0.97
+"""Of tokens/s against those without drafts: of one sequence that repeats its prompt, and of all."""
+TEXTS = {"edited code": GOAL, "quoted text": GOAL, "other text": 0.0}
+"""Goals at a batch of one."""
 PLOTS = True
 OPTIONS = (
     *engine(threads=2, shape="25m"),
@@ -40,6 +44,7 @@ OPTIONS = (
     option("--prompt-tokens", 512),
     option("--output-tokens", 192),
     option("--rounds", 3, "of each, interleaved"),
+    option("--texts", tuple(TEXTS), f"some of {', '.join(TEXTS)}"),
     option("--loose", False, "without exact mode"),
     option("--own", False, "answers of the model itself, of an instruction-tuned one"),
     option("--draft-model", "", "folder or hub id of a small model that drafts, as another way"),
@@ -49,10 +54,6 @@ OPTIONS = (
 DEADLINE_S = 3600.0
 EDITED_EVERY, QUOTED, BETWEEN = 60, 48, 16
 """Tokens from one edit to the next, of a quotation, and between two."""
-GOAL, LEAST = 1.8, 0.97
-"""Of tokens/s against those without drafts: of one sequence that repeats its prompt, and of all."""
-TEXTS = {"edited code": GOAL, "quoted text": GOAL, "other text": 0.0}
-"""Goals at a batch of one."""
 MODULES = (
     *("argparse", "ast", "asyncio.base_events", "calendar", "cgitb", "codecs", "configparser"),
     *("csv", "dataclasses", "datetime", "decimal", "difflib", "dis", "doctest", "email.message"),
@@ -71,6 +72,7 @@ def measure(args: argparse.Namespace) -> Report:
         "model": str(engines.folder(args.shape)),
         "threads": threads,
         "draft": draft,
+        "texts": [text for text in TEXTS if text in args.texts],
         "own": args.own,
         "exact": not args.loose,
         "batches": args.batches,
@@ -82,7 +84,8 @@ def measure(args: argparse.Namespace) -> Report:
     found = call(run, job, threads=threads, deadline_s=DEADLINE_S)
     results = [Result("threads", threads, "")]
     lines = []
-    for text, goal in TEXTS.items():
+    for text in job["texts"]:
+        goal = TEXTS[text]
         for way in _ways(draft)[1:]:
             by = f"{text}, by a model" if way == "draft" else text
             ratios = []
@@ -106,7 +109,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """job: model, draft, own, threads, exact, batches, prompt, output, rounds, cpu.
+    """job: model, draft, own, texts, threads, exact, batches, prompt, output, rounds, cpu.
 
     Returns by text and batch, and by way, of each round the tokens/s (speed), how many tokens a
     sequence got in a step, and the percentage of drafts that were right.
@@ -122,7 +125,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     ways = _ways(job["draft"])
     engine = runner if job["own"] else _Told(runner)
     found: dict[str, Any] = {}
-    for text in TEXTS:
+    for text in job["texts"]:
         if job["own"]:
             texts = _requests(text, most, job["model"], job["output"])
         else:

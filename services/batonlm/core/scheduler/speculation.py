@@ -101,7 +101,7 @@ class Speculation:
         )
         if not asked or room <= 0:
             if not prefill:
-                self._cost.passed(len(rows))
+                self._cost.passed()
             return {}
         step_s, draft_s = self._seconds(rows, prefill)
         within_s = policy.target_step_s - step_s if policy.target_step_s else inf

@@ -225,6 +225,9 @@ _FEWEST_PLAIN = 3
 """Steps without drafts that are measured before there are any: one may have been slowed down."""
 _PLAIN_KEPT, _DRAFTED_KEPT = 16, 64
 """So many of the newest steps of a class, without drafts and with some, say what these take."""
+_ENOUGH = 8
+"""Of fewer of them the median counts, of more the mean: disturbances lengthen that of steps with
+drafts, too."""
 _PLAIN_EVERY = 8, 32
 """Steps with drafts between two without, at first and later."""
 _FADE = 0.99
@@ -259,8 +262,6 @@ class _RowsClass:
         """What such a step takes for itself, and for a row."""
         self.drafted: deque[tuple[int, float, float]] = deque(maxlen=_DRAFTED_KEPT)
         """Of steps with drafts how many, the seconds that they added, and those without."""
-        self.passed = 0
-        """Steps that were planned without drafts to have some of these."""
         self.since_plain = 0
         """Steps with drafts since the last one without."""
         self.warming = WARM_UP
@@ -285,8 +286,10 @@ class _RowsClass:
         if not step_s + row_s:
             step_s = 1.0
         ratios = [took_s / (step_s + row_s * rows) for rows, took_s in self.plain]
-        most = (1.0 + _OUTLIER) * median(ratios)
-        level = sum(min(ratio, most) for ratio in ratios) / len(ratios)
+        level = median(ratios)
+        if len(ratios) >= _ENOUGH:
+            most = (1.0 + _OUTLIER) * level
+            level = sum(min(ratio, most) for ratio in ratios) / len(ratios)
         self._step_s, self._row_s = level * step_s, level * row_s
 
     def base_s(self, rows: int) -> float:
@@ -330,6 +333,8 @@ class DraftCost:
         """cost: of steps without drafts; the caller has it observe these."""
         self._cost = cost
         self._classes: dict[int, _RowsClass] = {}
+        self._passed: int | None = 0
+        """Steps that were planned without drafts while none was observed; None: one was."""
         self._newest: tuple[_RowsClass, int] | None = None
         """The class and the rows of the newest observed step, if it had drafts."""
 
@@ -351,7 +356,7 @@ class DraftCost:
         """How many drafts a step with so many rows may have at most: none where they have lost too
         much, or where a step without them is due."""
         known = self._of(rows)
-        if known.balance <= 0.0 or max(len(known.plain), known.passed) < _FEWEST_PLAIN:
+        if known.balance <= 0.0 or max(len(known.plain), self._passed or 0) < _FEWEST_PLAIN:
             return 0
         first, later = _PLAIN_EVERY
         if known.since_plain >= max(first, min(later, 4 * len(known.plain))):
@@ -365,9 +370,11 @@ class DraftCost:
         price = known.draft_s / known.drafted[-1][2]
         return max(1, min(most, int(known.balance / price))) if price else most
 
-    def passed(self, rows: int) -> None:
-        """A step with so many rows was planned without drafts because there is no room for any."""
-        self._of(rows).passed += 1
+    def passed(self) -> None:
+        """A step was planned without drafts because there is no room for any. Where steps are never
+        observed, as in tests, drafts begin after a few."""
+        if self._passed is not None:
+            self._passed += 1
 
     def declined(self, rows: int) -> None:
         """Drafts were not computed because of their price."""
@@ -401,6 +408,7 @@ class DraftCost:
         """A step with rows took so long, which `StepCost` has observed, too. None: it took time for
         what is not work."""
         self._newest = None
+        self._passed = None
         known = self._of(work.rows)
         known.balance = min(_LARGEST_BALANCE, known.balance + ALLOWANCE)
         if not work.drafts:
