@@ -33,4 +33,4 @@ def confirmed(split: float, aggregated: float) -> Confirmed:
     return Confirmed(CASES[0], Targets(1.0, 0.1), advice, split, aggregated)
 
 
-NOTHING = Summary(0, 0, {}, 0, {}, {}, 0, 0, 0, 0, 0, 0, 0, (), (), (0, 0), (0, 0), 0)
+NOTHING = Summary(0, 0, {}, 0, {}, {}, 0, 0, 0, 0, 0, 0, 0, (), (), (0, 0), (0, 0), 0, 0, 0)
