@@ -85,6 +85,9 @@ class Guesser:
     def foretell(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._texts.append([*prompt, *output])
 
+    def start(self, sequence_id: int, computed: int) -> int:
+        return computed
+
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Guess], float]:
         self.calls.append([*chunks])
         found = []

@@ -344,6 +344,48 @@ REFUSED: dict[str, Callable[[], Any]] = {
 """Architectures that load but would answer wrongly."""
 
 
+_WITH_HEAD = {"num_nextn_predict_layers": 1, "num_hidden_layers": 4}
+
+HEADS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: _config(
+        "DeepseekV3Config",
+        **_without("num_key_value_heads", "num_hidden_layers"),
+        **_LATENT,
+        **_LATENT_MOE,
+        **_WITH_HEAD,
+    ),
+    "glm4_moe": lambda: _config(
+        "Glm4MoeConfig",
+        **_without("num_hidden_layers"),
+        **_LATENT_MOE,
+        **_WITH_HEAD,
+        head_dim=16,
+        use_qk_norm=True,
+    ),
+    "mellum": lambda: _config(
+        "MellumConfig",
+        **_without("num_hidden_layers"),
+        **_MOE,
+        **_WITH_HEAD,
+        head_dim=16,
+        num_experts=4,
+        sliding_window=24,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        mlp_layer_types=["sparse"] * 4,
+    ),
+}
+"""Architectures with a head that foretells tokens; here it is the last layer, see
+`save_with_head`."""
+
+_HEAD_NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""A head's own weights beside those of its layer, as most files name them, and as Mellum's do."""
+
+
 def build(arch: str, *, seed: int = 0, **changes: Any) -> Any:
     """A transformers model with random float32 weights, in eval mode. changes: to its config."""
     import torch
@@ -362,6 +404,53 @@ def save_tiny_model(arch: str, folder: Path, *, seed: int = 0, **changes: Any) -
     """Saves model and tokenizer to `folder`, which is made, and returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     build(arch, seed=seed, **changes).save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_with_head(arch: str, folder: Path, *, always_right: bool = False) -> Path:
+    """Saves a model of three layers and a head, as checkpoints have them, and returns the folder.
+
+    always_right: layers add nothing, so that each token follows from the one before, and the head
+    knows which.
+    """
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    config = HEADS[arch]()
+    last = config.num_hidden_layers - 1
+    classes: Any = transformers.AutoModelForCausalLM
+    model = classes.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    # Saved by transformers, a layer's weights have the names that they have in checkpoints.
+    model.save_pretrained(folder)
+    size = config.hidden_size
+    norms = [1 + torch.randn(size) / 10 for _ in range(3)]
+    product = torch.randn(size, 2 * size) / 10
+    weights = load_file(folder / "model.safetensors")
+    if always_right:
+        norms, product = [torch.ones(size) for _ in norms], torch.eye(size, 2 * size)
+        silent = ("o_proj.weight", "down_proj.weight")
+        weights |= {k: torch.zeros_like(v) for k, v in weights.items() if k.endswith(silent)}
+    own = dict(zip(_HEAD_NAMES, (*norms[:2], product, norms[2]), strict=True))
+    layer = f"model.layers.{last}."
+    if arch == "mellum":
+        weights = {k.replace(layer, "mtp.layers.0."): v for k, v in weights.items()}
+        weights |= {f"mtp.{_HEAD_NAMES[name]}.weight": value for name, value in own.items()}
+    else:
+        weights |= {f"{layer}{name}.weight": value for name, value in own.items()}
+        # Copies of the model's in published files, which nothing needs.
+        unused = torch.zeros(config.vocab_size, size)
+        names = "embed_tokens", "shared_head.head"
+        weights |= {f"{layer}{name}.weight": unused.clone() for name in names}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["num_hidden_layers"] = last
+    for name in ("layer_types", "mlp_layer_types"):
+        if name in settings:
+            settings[name] = settings[name][:last]
+    (folder / "config.json").write_text(json.dumps(settings))
     save_tokenizer(folder)
     return folder
 

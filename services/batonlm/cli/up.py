@@ -253,8 +253,8 @@ def add_parser(subparsers: Any) -> None:
         "--speculation",
         choices=SPECULATION,
         default=defaults.speculation,
-        help="draft the next tokens where that saves time, of texts that repeat themselves or by "
-        "--draft-model; the tokens are the same (default %(default)s)",
+        help="draft the next tokens where that saves time, of texts that repeat themselves, by "
+        "--draft-model or by the model's own head; the tokens are the same (default %(default)s)",
     )
     parser.add_argument(
         "--draft-model", default="", metavar="MODEL",

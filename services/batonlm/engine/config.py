@@ -94,6 +94,8 @@ class EngineConfig:
     adapter_host_bytes: int = 0
     """Of host memory, for all adapters that are loaded, as they are stored; 0 is as much as
     adapter_memory_bytes."""
+    heads: bool = False
+    """Whether the model's own head is loaded, to draft tokens, see `heads`."""
     graphs: bool = True
     """Whether decode steps are recorded as CUDA graphs."""
     kv_cache_dtype: str = "auto"

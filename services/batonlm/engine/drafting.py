@@ -87,6 +87,9 @@ class TorchDraftModel:
         self._recorded = recorded
         self._vocab_size = min(draft.vocab_size, model.vocab_size)
 
+    def start(self, sequence_id: int, computed: int) -> int:
+        return computed
+
     @torch.inference_mode()
     def compute(self, chunks: Sequence[Chunk]) -> tuple[list[Guess], float]:
         began = self.clock()

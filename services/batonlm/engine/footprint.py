@@ -23,6 +23,7 @@ from batonlm.engine.attention.kernels import choose_kernel, flash_cpu
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.drafting import draft_config, refused
+from batonlm.engine.heads.load import WINDOW
 from batonlm.engine.kept import KeptLinear, kept_in, stacks_of
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.lean import Conv1D
@@ -212,6 +213,7 @@ def size_pool(
     tells of; a CPU's weights may still be file cache, so there the sum from shapes counts.
     """
     weights = weights_bytes(model.network, model.device, model.quantize)
+    weights += _head_bytes(config, model, shape)
     activations = activation_bytes(config, model, shape)
     draft = draft_bytes(config)
     if peak is not None and model.device.type != "cpu":
@@ -250,6 +252,15 @@ def draft_bytes(config: EngineConfig) -> DraftBytes:
         )
     except InvalidArgument as error:
         raise refused(error) from error
+
+
+def _head_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionShape) -> int:
+    """Of the model's own head, where it is loaded: its layer, and the KV of that."""
+    if model.head is None:
+        return 0
+    positions = config.max_batch * WINDOW
+    layer = _position_bytes(config, model, shape) // shape.layout.num_layers
+    return weights_bytes(model.head.layers, model.device, "none") + positions * layer
 
 
 def _position_bytes(config: EngineConfig, model: LoadedModel, shape: AttentionShape) -> int:

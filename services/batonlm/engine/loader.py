@@ -37,6 +37,7 @@ from batonlm.engine.checkpoint import (
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.device import choose_device
 from batonlm.engine.fused.decoder import Decoder
+from batonlm.engine.heads.load import make_head, read_head
 from batonlm.engine.kept import KeptLinear, KeptStack, KeptWeight, NotKept, kept_in, stacks_of
 from batonlm.engine.kv.cache import DTYPES
 from batonlm.engine.latent import keep_latents, keeps_latents
@@ -178,6 +179,9 @@ class LoadedModel:
     """Why the model has to attend by itself, see `attention.own`; "" when it need not."""
     whole: bool = True
     """Whether the network is all of the model, and not a rank's part."""
+    head: Any = None
+    """The model's own head where one is configured, see `heads`. It shares the network's embedding
+    and product into logits."""
 
 
 @without_compiler()
@@ -200,6 +204,8 @@ def load(
     because = why_own(model_class, settings)
     if because and build is not None:
         raise UnsupportedModel(f"{because}: it runs on one rank only")
+    if config.heads and build is not None:
+        raise InvalidArgument("heads draft on one rank only", field="heads")
     device = device or choose_device(config.device)
     dtype = _dtype(config.dtype, device, settings)
     quantize = settle(config.quantize, device, dtype)
@@ -224,8 +230,13 @@ def load(
         network = (build or _network)(model_class, checkpoint, settings, dtype, bar)
     if scheme is not None:
         log.info("checkpoint quantised by %s: %s", scheme.method, _said(network))
+    network = network.to(device)
+    head = None
+    if config.heads:
+        with quiet(Bar(None, 0)), checkpoint.open(dtype) as stored:
+            head = read_head(network, settings, stored, device)
     return LoadedModel(
-        network=network.to(device),
+        network=network,
         description=_description(
             config, settings, folder.name, digest, _eos_token_ids(network, settings)
         ),
@@ -234,6 +245,7 @@ def load(
         quantize=quantize,
         own_because=because,
         whole=build is None,
+        head=head,
     )
 
 
@@ -267,6 +279,7 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         with Checkpoint(folder, files, scheme).open(dtype, shapes=True) as stored:
             if _readable(model_class, network, stored, dtype):
                 _keep(network, stored, dtype)
+    head = make_head(network, settings) if config.heads else None
     if not because:
         wire(network)
     if network._can_set_experts_implementation():
@@ -280,6 +293,7 @@ def outline(config: EngineConfig, cut: Cutting | None = None) -> LoadedModel:
         quantize=quantize,
         own_because=because,
         whole=cut is None,
+        head=head,
     )
 
 

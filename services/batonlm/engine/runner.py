@@ -40,6 +40,7 @@ from batonlm.engine.footprint import allocate, free_bytes, largest_step, size_po
 from batonlm.engine.fused.decoder import Decoder, Operators, PlainOperators, take_layers
 from batonlm.engine.fused.recipe import NotCovered, read_recipe
 from batonlm.engine.graphs import DecodeGraphs, NotRecordable, cuda_recorder
+from batonlm.engine.heads.model import HeadModel
 from batonlm.engine.kept import rounds
 from batonlm.engine.kv.cache import DTYPES, KvMemory, is_lossless
 from batonlm.engine.kv.extents import Moved, check_plan
@@ -124,9 +125,12 @@ class TorchRunner:
         """Of steps with adapters."""
         self._row_counts: frozenset[int] = frozenset()
         self._running: deque[tuple[SampledStep | UnsampledStep, Moved]] = deque()
-        self.draft_model: TorchDraftModel | None = None
-        """What drafts tokens, over KV of its own in the same blocks."""
+        self.draft_model: TorchDraftModel | HeadModel | None = None
+        """What drafts tokens."""
         self._drafting: TorchRunner | None = None
+        """Of a small model that does, over KV of its own in the same blocks."""
+        self._head: HeadModel | None = None
+        """The model's own head, where that does."""
 
     @classmethod
     @torch.inference_mode()
@@ -182,6 +186,8 @@ class TorchRunner:
             folder=config.swap_folder,
         )
         runner = cls(network, model, backend, swap_memory, peers)
+        if config.heads:
+            runner._head = runner.draft_model = HeadModel(config, loaded, shape)
         runner._prepare(config, loaded, texts, expected, rounding)
         if config.adapter_memory_bytes:
             runner._take_adapters(config, loaded, texts[0])
@@ -217,11 +223,15 @@ class TorchRunner:
     def submit(self, plan: StepPlan) -> None:
         check_plan(plan, self)
         moved = self._swap.move(plan)
+        if self._head is not None:
+            self._head.clear()
         with torch.inference_mode():
             logits = self.forward(plan)
             step: SampledStep | UnsampledStep = UnsampledStep(plan)
             if self._peers.samples:
                 step = SampledStep(plan, logits, self._last, self._counts)
+        if self._head is not None:
+            self._head.note(plan)
         self._running.append((step, moved))
 
     def collect(self) -> StepResult:
@@ -257,7 +267,7 @@ class TorchRunner:
         for name in (
             *("_graphs", "_adapted_graphs", "_adapters"),
             *("_network", "_backend", "memory"),
-            *("draft_model", "_drafting"),
+            *("draft_model", "_drafting", "_head"),
         ):
             self.__dict__.pop(name, None)
 
@@ -359,7 +369,10 @@ class TorchRunner:
                 self._row_counts = self._peers.common(self._row_counts)
         if not changes and not checked:
             check.parity()
-        if config.graphs and on_gpu:
+        records = config.graphs and on_gpu
+        if self._head is not None:
+            self._head.watch(self._network, max_batch if records else 0)
+        if records:
             self._record(max_batch, expected[0].shape[-1])
             if not self._peers.least(self._graphs is not None):
                 self._graphs = None

@@ -52,6 +52,7 @@ _OPTION_NAMES = {
     "swap_disk_bytes": "swap_disk_mib",
     "max_batch": "max_running",
     "max_step_tokens": "step_tokens",
+    "heads": "speculation",
 }
 """The worker's options by the engine's fields, for error messages."""
 
@@ -152,6 +153,7 @@ def engine_config(options: WorkerOptions, tokenizer_digest: str = "") -> EngineC
         swap_disk_bytes=options.swap_disk_mib * MIB,
         swap_folder=options.swap_folder,
         draft_model=options.draft_model,
+        heads=options.speculation == "heads",
     )
 
 

@@ -318,7 +318,8 @@ class DecodeConfig(WorkerOptions):
     speculation: str = option(
         "off",
         "draft the next tokens of sequences where that saves time; the tokens are the same. ngram: "
-        "of a text that repeats itself; draft: of others, too, by draft_model",
+        "of a text that repeats itself; draft: of others, too, by draft_model; heads: by the "
+        "model's own head, if it has one",
         choices=SPECULATION,
     )
     draft_model: str = option(
@@ -340,7 +341,14 @@ class DecodeConfig(WorkerOptions):
         """Raises InvalidArgument for a draft model that cannot be had or is not used."""
         WorkerOptions.__post_init__(self)
         check_drafting(self.speculation, self.draft_model)
-        if self.draft_model and self.tensor_parallel * self.pipeline_parallel > 1:
+        ranks = self.tensor_parallel * self.pipeline_parallel
+        if self.speculation == "heads" and ranks > 1:
+            raise InvalidArgument(
+                "a model's own head drafts on one rank only: leave tensor_parallel and "
+                "pipeline_parallel at 1, or take ngram",
+                field="speculation",
+            )
+        if self.draft_model and ranks > 1:
             raise InvalidArgument(
                 "a draft model runs beside a model on one rank only: leave tensor_parallel and "
                 "pipeline_parallel at 1, or take speculation ngram",

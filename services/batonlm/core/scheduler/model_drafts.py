@@ -42,11 +42,16 @@ class Guess(NamedTuple):
 
 
 class DraftModel(Protocol):
-    """A model that drafts, over the blocks of the pool. Engine thread only. Double:
-    `tests.core.drafting.Guesser`, real: `batonlm.engine.drafting.TorchDraftModel`."""
+    """A model that drafts, over the blocks of the pool or memory of its own. Engine thread only.
+    Double: `tests.core.drafting.Guesser`, real: `batonlm.engine.drafting.TorchDraftModel` and
+    `batonlm.engine.heads.model.HeadModel`."""
 
     max_positions: int
     """Of a sequence."""
+
+    def start(self, sequence_id: int, computed: int) -> int | None:
+        """The position from which on a sequence is to be computed, if those before `computed` were;
+        None: it cannot be now."""
 
     def compute(self, chunks: Many[Chunk]) -> tuple[list[Guess], float]:
         """Computes chunks, each behind what was computed before it, in its blocks. Returns a guess
@@ -101,6 +106,8 @@ class _Drafted:
     """Not compared with its tokens yet. All but the last one have KV."""
     classes: list[int] = field(default_factory=list)
     """Of the guesses."""
+    able: bool = True
+    """Whether the model can compute it."""
 
 
 class _Row(NamedTuple):
@@ -170,13 +177,14 @@ class _RoundCost:
 
 
 class ModelDrafter:
-    """A Drafter by a small model. It learns how often guesses of a probability are right."""
+    """A Drafter by a model. It learns how often guesses of a probability are right."""
 
-    kind = "draft"
-    kinds: tuple[str, ...] = (kind,)
     computes = True
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel, kind: str = "draft") -> None:
+        """kind: its name in metrics."""
+        self.kind = kind
+        self.kinds = (kind,)
         self.seconds = 0.0
         self.behind_s = 0.0
         self._model = model
@@ -268,6 +276,11 @@ class ModelDrafter:
         if known.stay != wish.stay:
             known.stay, known.computed = wish.stay, 0
         known.size = len(tokens)
+        start = self._model.start(wish.sequence_id, known.computed)
+        # What a step computed for a token that was dropped is ahead of its tokens.
+        known.able = start is not None and start < len(tokens)
+        if start is not None:
+            known.computed = start
         return known
 
     def _that_pay(self, rows: list[_Row], prices: Prices) -> tuple[list[_Row], int]:
@@ -300,7 +313,7 @@ class ModelDrafter:
     def _is_able(self, row: _Row) -> bool:
         """Whether one more draft can be computed and used."""
         wish, guesses = row.wish, row.known.guesses
-        if guesses and guesses[-1] in wish.ends:
+        if not row.known.able or (guesses and guesses[-1] in wish.ends):
             return False
         inputs = len(wish.tokens) + len(guesses)
         return len(guesses) < wish.most and inputs <= self._model.max_positions
@@ -372,12 +385,13 @@ def _class_of(probability: float) -> int:
 class Drafters:
     """A Drafter that looks up, and has a model compute where that is worth more."""
 
-    kinds: tuple[str, ...] = (NgramDrafter.kind, ModelDrafter.kind)
     computes = True
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: DraftModel, kind: str = "draft") -> None:
+        """kind: the name of the model's drafts in metrics."""
+        self.kinds = (NgramDrafter.kind, kind)
         self._ngram = NgramDrafter()
-        self._model = ModelDrafter(model)
+        self._model = ModelDrafter(model, kind)
 
     @property
     def seconds(self) -> float:
@@ -424,6 +438,6 @@ def drafter_of(speculation: str, model: DraftModel | None) -> Drafter | None:
     and runners for tests do not have, there is look-up alone."""
     if speculation == "off":
         return None
-    if speculation == ModelDrafter.kind and model is not None:
-        return Drafters(model)
+    if speculation != NgramDrafter.kind and model is not None:
+        return Drafters(model, speculation)
     return NgramDrafter()

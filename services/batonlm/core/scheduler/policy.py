@@ -16,8 +16,9 @@ from batonlm.core.scheduler.deficits import Deficits
 from batonlm.core.scheduler.sequence import SequenceGroup
 from batonlm.core.scheduler.sequence_table import Load
 
-SPECULATION = "off", "ngram", "draft"
-"""Where drafts may come from: from the text before, or from there and from a small model."""
+SPECULATION = "off", "ngram", "draft", "heads"
+"""Where drafts may come from: from the text before, or from there and from a small model, or the
+model's own head."""
 
 RETRY_S = 0.05
 """About a step, and as often as a worker reports its load."""
