@@ -87,6 +87,11 @@ FIGURES = {
     "adapters": Figure("bench adapters"),
     "states": Figure("bench states --shape tiny-hybrid --prompts 512 --threads 1", plot=True),
     "speculation": Figure(
+        "bench speculation --threads 1 --cpu-time --shape {LARGER} --own "
+        "--draft-model services/batonlm/models/baton-tiny --rounds 1 --output-tokens 96",
+        takes=("LARGER",),
+    ),
+    "speculation-known": Figure(
         "bench speculation --threads 1 --cpu-time --prompt-tokens 256 --output-tokens 128"
     ),
     "tokens": Figure("bench tokens", plot=True),

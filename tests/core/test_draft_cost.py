@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from statistics import mean
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batonlm.core.scheduler.drafts import MOST_DRAFTS
 from batonlm.core.scheduler.plan import StepWork
 from tests.core.drafted_work import RandomDrafter, Work
-from tests.depth import DEEP
 
 Seconds = Callable[[StepWork], float]
 
@@ -89,22 +87,19 @@ def test_drafts_of_known_odds_gain_most_of_what_there_is_to_gain(
         assert gained - 1.0 >= part * (possible - 1.0) - 0.15, (right, gained, possible)
 
 
-@settings(max_examples=300 if DEEP else 12, derandomize=True)
-@given(
-    st.sampled_from(list(COSTS.values())),
-    st.sampled_from([1, 2, 4, 8, 32]),
-    st.sampled_from([0.0, 0.1, 0.3, 0.5]),
-    st.sampled_from([1.0, 1.5, 3.0]),
-    st.integers(0, 1000),
-)
-def test_drafts_never_lose_much(
-    cost: Seconds, num_rows: int, right: float, confidence: float, seed: int
-) -> None:
-    drafter = RandomDrafter(right, max(confidence, 0.2 / max(right, 0.1)), seed)
-    work = Work(num_rows, disturbed(cost, seed), drafter)
-    # What is lost before anything is known is a step or two.
-    assert gain(work, cost, 100) >= 0.93
-    assert gain(work, cost, 400) >= 0.96
+@pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
+def test_drafts_that_are_rarely_right_lose_little(cost: Seconds) -> None:
+    first, later = [], []
+    # Their odds are given as they are, somewhat too high, and far too high.
+    for right, confidence in ((0.3, 1.0), (0.3, 1.5), (0.1, 3.0)):
+        for seed in range(3):
+            drafter = RandomDrafter(right, confidence, seed)
+            work = Work(2, disturbed(cost, seed), drafter)
+            first.append(gain(work, cost, 100))
+            later.append(gain(work, cost, 300))
+    # Single ones may have had their first steps slowed down by others.
+    assert mean(first) >= 0.95 and min(first) >= 0.75
+    assert mean(later) >= 0.97 and min(later) >= 0.85
 
 
 def test_they_end_when_they_are_not_right_any_more_and_come_back_when_they_are() -> None:

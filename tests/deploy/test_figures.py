@@ -15,7 +15,7 @@ from tables import PLACE, render_matrix
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FILES = sorted((ROOT / "docs/benchmarks").glob("*.json"))
-GIVEN = {"TRACE": "trace.jsonl", "CONVERSATION": "conv.csv", "LLAMA": "lib"}
+GIVEN = {"TRACE": "trace.jsonl", "CONVERSATION": "conv.csv", "LLAMA": "lib", "LARGER": "larger"}
 
 
 def test_every_table_and_every_file_is_a_figure_that_can_be_measured_again() -> None:
