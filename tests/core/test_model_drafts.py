@@ -157,6 +157,8 @@ def test_a_long_prompt_is_computed_a_part_at_a_time() -> None:
     # What takes half of a step, once that is known.
     assert max(sizes) <= 256
     assert 100 < max(sizes[4:]) <= 200
+    parts = [chunk for call in guesser.calls for chunk in call if not chunk.samples]
+    assert len(parts) > 2 and all(chunk.end_position % 16 == 0 for chunk in parts)
     assert not guesser.misread
 
 
@@ -179,6 +181,9 @@ def test_a_limit_of_time_is_kept() -> None:
     assert drafter.seconds > 0.004
     pool.step(Prices(1, 0.100, 0.0001, within_s=0.0035))
     assert 0 < drafter.seconds <= 0.0035
+    for _ in range(200):
+        pool.step(Prices(1, 0.100, 0.0001, within_s=-0.001))
+        assert drafter.seconds == 0.0
 
 
 def test_nothing_is_drafted_beyond_the_models_length_or_an_end() -> None:

@@ -36,6 +36,20 @@ def test_a_step_that_waits_for_another_has_no_age() -> None:
     assert watch.collected(20.5) == 0.5
 
 
+def test_planning_has_an_age_as_far_as_nothing_runs() -> None:
+    watch = StepWatch()
+    watch.planning(1.0)
+    assert watch.age_s(3.0) == 2.0 < watch.predicted_s
+    watch.planned_none()
+    assert watch.age_s(3.0) == 0.0
+    watch.planning(4.0)
+    watch.submitted(8, 5.0)
+    watch.planning(5.5)
+    watch.planned_none()
+    assert watch.age_s(6.0) == 1.0
+    assert watch.collected(7.0) == 2.0
+
+
 def test_after_the_end_nothing_runs() -> None:
     watch = StepWatch()
     watch.submitted(8, 0.0)

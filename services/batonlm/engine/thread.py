@@ -92,6 +92,17 @@ class StepWatch:
         self.predicted_s = 0.0
         """A pessimistic guess for the running step, or the last one's when none runs."""
 
+    def planning(self, now: float) -> None:
+        """The next step is about to be planned, which may take the device, to draft."""
+        if not self._waiting:
+            self.predicted_s = self.predicted_s or self._times.predict(1)
+            self._began = now
+
+    def planned_none(self) -> None:
+        """There is no next step now."""
+        if not self._waiting:
+            self._began = None
+
     def submitted(self, num_tokens: int, now: float) -> None:
         """A step of so many tokens is about to be submitted."""
         self._waiting.append(num_tokens)
@@ -309,6 +320,8 @@ class EngineThread:
             for call in calls:
                 self._answer(call, loop)
             now = time.monotonic()
+            if loop.scheduler.has_work:
+                self._watch.planning(now)
             plan = loop.plan(now)
             self.load = loop.scheduler.load
             self._flush(loop.scheduler.take_events())
@@ -316,6 +329,8 @@ class EngineThread:
                 unchecked = True
                 self._watch.submitted(plan.num_tokens, now + plan.work.drafting_s)
                 loop.submit(plan)
+            else:
+                self._watch.planned_none()
             if loop.in_flight and (plan is None or not loop.has_room):
                 self._collect(loop)
             idle = plan is None and not loop.in_flight

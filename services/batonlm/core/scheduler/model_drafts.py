@@ -81,7 +81,9 @@ _FIRST_ROUNDS = 4
 """Rounds of a step while it is not known what they take, or when they are tried again."""
 _FIRST_POSITIONS = 256
 """Positions that are computed for sequences that are behind, before it is known what they take."""
-_NEAR = MOST_DRAFTS + 1
+_TILE = MOST_DRAFTS + 1
+"""Positions of a tile of attention. What is written into one may clear what lies ahead in it."""
+_NEAR = _TILE
 """A sequence with fewer positions that are missing is not behind."""
 _SHARE = 0.5
 """Of a step's time that computing these may take."""
@@ -133,11 +135,15 @@ class _Balance:
     behind_s: float = 0.0
     """What computing positions of sequences that were behind took, which gains something later."""
 
+    def has_time(self, seconds: float) -> bool:
+        """Whether finding drafts may take so much longer."""
+        return self.behind_s + self.drafting_s + seconds <= self.prices.within_s
+
     def pays(self, worth: float, count: int, seconds: float) -> bool:
         """Whether so many more drafts, worth so many tokens and found in so many seconds, are
         better than what the step makes in that time; yes while that is not known."""
         prices = self.prices
-        if self.behind_s + self.drafting_s + seconds > prices.within_s:
+        if not self.has_time(seconds):
             return False
         if not prices.step_s:
             return True
@@ -289,12 +295,12 @@ class ModelDrafter:
         able = [row for row in rows if self._is_able(row)]
         rows = [row for row in able if self._goes_on(row, 1.0, balance)]
         seconds = self._cost.of(len(rows))
-        if rows and not (seconds and prices.step_s):
+        if rows and not (seconds and prices.step_s) and balance.has_time(0.0):
             return rows, _FIRST_ROUNDS
         if rows and balance.pays(sum(row.hope for row in rows), len(rows), seconds):
             return rows, MOST_DRAFTS
         self._refused += bool(able)
-        if able and self._refused > _AGAIN_AFTER:
+        if able and self._refused > _AGAIN_AFTER and balance.has_time(self._cost.of(1)):
             return sorted(able, key=_missing)[: -(-len(able) // _TRIED)], _FIRST_ROUNDS
         return [], 0
 
@@ -304,7 +310,8 @@ class ModelDrafter:
         """Those of a round that compute the next one, with what their drafts are worth. tried:
         whatever it takes."""
         if tried:
-            return [one for one in live if self._is_able(one[0])]
+            has_time = balance.has_time(self._cost.of(len(live)))
+            return [one for one in live if has_time and self._is_able(one[0])]
         live = [one for one in live if self._goes_on(*one, balance)]
         worth = sum(worth * row.hope for row, worth in live)
         seconds = self._cost.of(len(live))
@@ -340,8 +347,11 @@ class ModelDrafter:
                 saved_s = row.hope * wish.left * prices.step_s / prices.rows
                 if not left or (position_s and saved_s and missing * position_s > saved_s):
                     continue
-                end = min(end, known.computed + left)
-                left -= end - known.computed
+                if known.computed + left < end:
+                    # In a block that is shared, the rest of a tile is another's.
+                    whole_tiles = (known.computed + left) // _TILE
+                    end = max(whole_tiles, known.computed // _TILE + 1) * _TILE
+                left = max(0, left - end + known.computed)
                 behind += end - known.computed
             whole = end == len(wish.tokens)
             tokens = wish.tokens[known.computed : end]
