@@ -150,13 +150,14 @@ async def test_a_key_in_a_header_of_its_own(kept: Kept) -> None:
     [
         # A program may leave the type out; a browser would, for a body that a page gives none.
         ({}, 200),
+        ({"user-agent": "Mozilla/5.0 (Windows NT 10.0; Trident/7.0; rv:11.0) like Gecko"}, 415),
         ({"origin": "http://evil.example"}, 415),
         ({"origin": "null"}, 415),
         ({"origin": "http://127.0.0.1:8000"}, 415),
         ({"sec-fetch-site": "cross-site"}, 415),
         ({"sec-fetch-site": "same-site"}, 415),
-        # The three types that browsers send for any page without asking; curl -d sends the first.
-        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        # The three types that browsers send for any page without asking.
+        ({**PAGE, "content-type": "application/x-www-form-urlencoded"}, 415),
         ({**PAGE, "content-type": "text/plain"}, 415),
         ({**PAGE, "content-type": "text/plain; +json"}, 415),
         ({**PAGE, "content-type": "multipart/form-data; boundary=application/json"}, 415),
@@ -175,6 +176,39 @@ async def test_what_a_page_sends_unasked_is_no_request(
     assert bool(app.frontend.seen) == (status == 200)
     if status == 415:
         assert "application/json" in answer.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_wrong_type_is_refused_but_by_ollamas_routes(app: App, path: str) -> None:
+    """The type is what `curl -d` sends, as in Ollama's own documentation."""
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = await app.ask("POST", path, headers=form, body=BODIES[path])
+    assert answer.status_code == (200 if path == "/api/chat" else 415)
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "a/b", ""])
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        (PAGE, 415),
+        ({"origin": "null"}, 415),
+        ({"sec-fetch-site": "same-site"}, 415),
+        ({"sec-fetch-site": "same-origin"}, 415),
+        ({"user-agent": "Mozilla/5.0"}, 415),
+    ],
+)
+async def test_ollama_reads_any_type_of_programs_and_none_of_pages(
+    app: App, kind: str, headers: dict[str, str], status: int
+) -> None:
+    sent: Any = {"messages": [{"role": "user", "content": "hi"}], "stream": False}
+    types = {"content-type": kind}
+    answer = await app.ask("POST", "/api/chat", headers=headers | types, body=sent)
+    assert answer.status_code == status
+    assert bool(app.frontend.seen) == (status == 200)
+    refused = await app.ask("POST", "/api/pull", headers=headers | types, body={"model": "x"})
+    assert refused.status_code == (415 if status == 415 else 400)
 
 
 @pytest.mark.parametrize("keyed", [False, True])

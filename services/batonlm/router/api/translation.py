@@ -6,15 +6,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.core.request.request import Grammar, GrammarKind, Message, ToolCall
+from batonlm.core.request.validation import wrong
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
 MAX_CHOICES = 1024
 IDEMPOTENCY_KEY = "Idempotency-Key"
 """A header over HTTP, metadata over gRPC."""
 _KEY = re.compile(r"[ -~]{1,255}", re.ASCII)
+
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""By the effort that clients of Anthropic and Ollama name, the value of `reasoning_effort` that
+chat templates know."""
+
+Value = TypeVar("Value")
 
 _PREDICATES = ("must ", "cannot be ", "takes ", "is not supported ")
 """Beginnings of messages that describe their field without naming it."""
@@ -43,6 +51,13 @@ class Turn:
             name=self.tool,
             reasoning="".join(self.thoughts),
         )
+
+
+def required(field: str, value: Value | None) -> Value:
+    """Returns the value. Raises InvalidArgument naming the client's field where there is none."""
+    if value is None:
+        raise wrong(field, "is required")
+    return value
 
 
 def lark_or_gbnf(text: str) -> Grammar:

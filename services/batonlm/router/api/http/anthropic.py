@@ -35,7 +35,7 @@ from batonlm.core.request.request import (
 from batonlm.core.request.validation import wrong
 from batonlm.router.api.http.answers import AnswerWriter, call_arguments
 from batonlm.router.api.http.json_route import JsonRoute
-from batonlm.router.api.http.parse import GenerationCall
+from batonlm.router.api.http.parse import GenerationCall, sampling_fields
 from batonlm.router.api.http.responses import (
     Failure,
     Header,
@@ -47,7 +47,7 @@ from batonlm.router.api.http.responses import (
     utc_time,
 )
 from batonlm.router.api.http.schema import INSTEAD, REFUSED_ELSEWHERE, decode, no_value
-from batonlm.router.api.translation import Turn, in_client_words
+from batonlm.router.api.translation import EFFORTS, Turn, in_client_words, required
 
 
 class MessageText(msgspec.Struct):
@@ -155,8 +155,6 @@ _INSTEAD: Mapping[str, str] = {
 }
 
 _ROLES = ("user", "assistant", "system")
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""By effort the value of `reasoning_effort` that chat templates know."""
 _THINKING = ("enabled", "disabled", "adaptive")
 _TOOL_USES = {
     "auto": ToolUse.AUTO,
@@ -200,15 +198,10 @@ def parse_messages(raw: bytes) -> GenerationCall:
     """Raises InvalidArgument naming the field."""
     body, ignored = decode(raw, MessagesBody, _REFUSED, _INSTEAD)
     prompt, names = _prompt(body)
-    sampling = {
-        name: value
-        for name in ("temperature", "top_p", "top_k")
-        if (value := getattr(body, name)) is not None
-    }
     request = Request(
         prompt,
         model=body.model or "",
-        sampling=SamplingParams(**sampling),
+        sampling=SamplingParams(**sampling_fields(body)),
         seed=body.seed,
         max_tokens=body.max_tokens,
         # Clients of this API name the most that any of their models can write.
@@ -219,13 +212,8 @@ def parse_messages(raw: bytes) -> GenerationCall:
     return GenerationCall(
         requests=(request,),
         stream=bool(body.stream),
-        include_usage=False,
-        continuous_usage=False,
         ignored=ignored,
         names=names,
-        request_id="",
-        prompt_logprobs=None,
-        tokens_as_ids=False,
         include_reasoning=body.thinking is None or body.thinking.display != "omitted",
     )
 
@@ -284,23 +272,23 @@ class _Conversation:
     def _add_block(self, name: str, role: str, block: MessageBlock) -> None:
         match role, block.type:
             case _, "text":
-                self.open(name, role).texts.append(_given(f"{name}.text", block.text))
+                self.open(name, role).texts.append(required(f"{name}.text", block.text))
             case "assistant", "thinking":
-                thought = _given(f"{name}.thinking", block.thinking)
+                thought = required(f"{name}.thinking", block.thinking)
                 self.open(name, role).thoughts.append(thought)
             case "assistant", "redacted_thinking":
                 # Only Anthropic can read it.
                 pass
             case "assistant", "tool_use":
                 call = ToolCall(
-                    _given(f"{name}.id", block.id),
-                    _given(f"{name}.name", block.name),
-                    encode(_given(f"{name}.input", block.input)).decode(),
+                    required(f"{name}.id", block.id),
+                    required(f"{name}.name", block.name),
+                    encode(required(f"{name}.input", block.input)).decode(),
                 )
                 self._tools[call.id] = call.name
                 self.open(name, role).calls.append(call)
             case "user", "tool_result":
-                call_id = _given(f"{name}.tool_use_id", block.tool_use_id)
+                call_id = required(f"{name}.tool_use_id", block.tool_use_id)
                 if call_id not in self._tools:
                     raise wrong(f"{name}.tool_use_id", "must be the id of a tool_use before it")
                 text = _text(f"{name}.content", block.content or "")
@@ -308,12 +296,6 @@ class _Conversation:
             case _:
                 own = {"user": " or tool_result", "assistant": ", thinking or tool_use"}
                 raise wrong(f"{name}.type", f"must be text{own.get(role, '')} in a {role} message")
-
-
-def _given(name: str, value: Any) -> Any:
-    if value is None:
-        raise wrong(name, "is required")
-    return value
 
 
 def _text(name: str, content: str | list[MessageText]) -> str:
@@ -324,7 +306,7 @@ def _text(name: str, content: str | list[MessageText]) -> str:
         if block.type != "text":
             raise wrong(f"{name}[{index}].type", "must be text")
     return "\n".join(
-        _given(f"{name}[{index}].text", block.text) for index, block in enumerate(content)
+        required(f"{name}[{index}].text", block.text) for index, block in enumerate(content)
     )
 
 
@@ -361,13 +343,13 @@ def _variables(thinking: ThinkingConfig | None, config: OutputConfig | None) -> 
         if thinking.type != "adaptive":
             found["enable_thinking"] = thinking.type == "enabled"
         if thinking.type == "enabled":
-            if _given("thinking.budget_tokens", thinking.budget_tokens) < 1:
+            if required("thinking.budget_tokens", thinking.budget_tokens) < 1:
                 raise wrong("thinking.budget_tokens", "must be at least 1")
             found["thinking_budget"] = thinking.budget_tokens
     if config is not None and config.effort is not None:
-        if config.effort not in _EFFORTS:
-            raise wrong("output_config.effort", f"must be one of {', '.join(_EFFORTS)}")
-        found["reasoning_effort"] = _EFFORTS[config.effort]
+        if config.effort not in EFFORTS:
+            raise wrong("output_config.effort", f"must be one of {', '.join(EFFORTS)}")
+        found["reasoning_effort"] = EFFORTS[config.effort]
     return found
 
 

@@ -136,7 +136,7 @@ def _check(headers: dict[bytes, bytes], kinds: Collection[bytes]) -> None:
     requires a CORS preflight, which is allowed to the pages of --cors-origin only. So a body from a
     browser must have the JSON type, or another that requires one.
     """
-    kind = content_type(headers, b"" if _from_a_page(headers) else b"application/json")
+    kind = content_type(headers, b"" if from_a_page(headers) else b"application/json")
     fits = kind in kinds if kinds else kind == b"application/json" or kind.endswith(b"+json")
     if not fits:
         wanted = " or ".join(each.decode() for each in kinds) or "application/json"
@@ -147,9 +147,14 @@ def _check(headers: dict[bytes, bytes], kinds: Collection[bytes]) -> None:
         raise _too_large()
 
 
-def _from_a_page(headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser sends the request for a web page."""
-    return b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none"
+def from_a_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser may have sent the request for a web page. Old browsers send forms with
+    neither of the two headers that say so; their names all begin alike."""
+    return (
+        b"origin" in headers
+        or headers.get(b"sec-fetch-site", b"none") != b"none"
+        or headers.get(b"user-agent", b"").startswith(b"Mozilla/")
+    )
 
 
 def _too_large() -> HttpError:

@@ -43,9 +43,9 @@ from batonlm.core.request.request import (
 from batonlm.core.request.validation import MAX_CALLS_PER_MESSAGE, wrong
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter, call_arguments
-from batonlm.router.api.http.body import Bodies, while_connected
+from batonlm.router.api.http.body import Bodies, from_a_page, while_connected
 from batonlm.router.api.http.generation import Generation, worded
-from batonlm.router.api.http.parse import GenerationCall, tool_of
+from batonlm.router.api.http.parse import GenerationCall, sampling_fields, tool_of
 from batonlm.router.api.http.responses import (
     Failure,
     Json,
@@ -65,7 +65,7 @@ from batonlm.router.api.http.schema import (
     no_value,
 )
 from batonlm.router.api.http.vectors import VectorRoute
-from batonlm.router.api.translation import ANY_OBJECT, in_client_words
+from batonlm.router.api.translation import ANY_OBJECT, EFFORTS, in_client_words
 from batonlm.router.request.pipeline import Pipeline
 from batonlm.router.workers.encoders import Vectors, floats
 
@@ -160,15 +160,6 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     repeat_last_n: int | None = None
 
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _REFUSED_OPTIONS: Mapping[str, tuple[object, ...]] = {
     "logits_all": (False,),
     "mirostat": (0,),
@@ -199,8 +190,6 @@ _INSTEAD: Mapping[str, str] = {
     "system": "a message of the role system",
 }
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""By `think` the value of `reasoning_effort` that chat templates know."""
 _OPTIONS = dict.fromkeys(OllamaOptions.__struct_fields__) | client_names(OllamaOptions)
 _NAMES = {
     **{ours: f"options.{theirs or ours}" for ours, theirs in _OPTIONS.items()},
@@ -260,7 +249,7 @@ def _call(
         )
     except InvalidArgument as error:
         raise in_client_words(error, {error.field: f"options.{error.field}"}) from None
-    sampling = {name: value for name in _SAMPLING if (value := getattr(options, name)) is not None}
+    sampling = sampling_fields(options)
     if options.repeat_last_n == 0:
         # Penalties look at none of the tokens before.
         sampling = {name: value for name, value in sampling.items() if name not in _PENALTIES}
@@ -281,14 +270,8 @@ def _call(
     return GenerationCall(
         requests=(request,),
         stream=body.stream is not False,
-        include_usage=False,
-        continuous_usage=False,
         ignored=(*ignored, *(f"options.{name}" for name in without_effect)),
         names=_NAMES | {"prompt": prompt_name},
-        request_id="",
-        prompt_logprobs=None,
-        tokens_as_ids=False,
-        include_reasoning=True,
     )
 
 
@@ -341,10 +324,10 @@ def _variables(think: bool | str | None) -> str:
             return ""
         case bool():
             return encode({"enable_thinking": think}).decode()
-        case str() if think in _EFFORTS:
-            effort = {"reasoning_effort": _EFFORTS[think]}
+        case str() if think in EFFORTS:
+            effort = {"reasoning_effort": EFFORTS[think]}
             return encode({"enable_thinking": True, **effort}).decode()
-    raise wrong("think", f"must be a boolean or one of {', '.join(_EFFORTS)}")
+    raise wrong("think", f"must be a boolean or one of {', '.join(EFFORTS)}")
 
 
 def _grammar(text: bytes) -> Grammar | None:
@@ -568,6 +551,22 @@ class _Refusal:
                 raise InvalidArgument(f"{self.name} is not supported: {self.why}")
 
 
+@dataclass(frozen=True, slots=True)
+class _OfAnyType:
+    """An ASGI app that reads bodies as JSON whatever type a program names, as Ollama does: its
+    documentation posts with `curl -d`, which sends them as forms. A web page has to send JSON, for
+    which its browser asks first."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        if not from_a_page(dict(headers)):
+            # No type counts as JSON.
+            scope = scope | {"headers": [each for each in headers if each[0] != b"content-type"]}
+        await self.app(scope, receive, send)
+
+
 def _served(pipeline: Pipeline) -> dict[str, ModelDescription]:
     """Returns the models that can be requested now, by each of their names."""
     found = {model.name: model for model in pipeline.all_models()}
@@ -654,10 +653,14 @@ def ollama_routes(pipeline: Pipeline, bodies: Bodies, created: float) -> list[Ba
     }
     gets = {"version": show_version, "tags": list_models, "ps": list_running}
     return [
-        *(Route(PREFIX + name, app, methods=["POST"]) for name, app in posts.items()),
+        *(Route(PREFIX + name, _OfAnyType(app), methods=["POST"]) for name, app in posts.items()),
         *(Route(PREFIX + name, get) for name, get in gets.items()),
         *(
-            Route(PREFIX + name, _Refusal(pipeline, bodies, PREFIX + name, why), methods=[method])
+            Route(
+                PREFIX + name,
+                _OfAnyType(_Refusal(pipeline, bodies, PREFIX + name, why)),
+                methods=[method],
+            )
             for name, (method, why) in REFUSED_ROUTES.items()
         ),
     ]

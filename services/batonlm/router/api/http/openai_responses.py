@@ -43,7 +43,7 @@ from batonlm.core.request.request import (
 )
 from batonlm.core.request.validation import wrong
 from batonlm.router.api.http.answers import AnswerWriter, token_logprobs
-from batonlm.router.api.http.parse import TOOL_USES, GenerationCall, json_schema
+from batonlm.router.api.http.parse import TOOL_USES, GenerationCall, json_schema, sampling_fields
 from batonlm.router.api.http.responses import (
     Json,
     WireFormat,
@@ -51,7 +51,7 @@ from batonlm.router.api.http.responses import (
     error_document,
 )
 from batonlm.router.api.http.schema import INSTEAD, REFUSED_ELSEWHERE, decode, no_value
-from batonlm.router.api.translation import ANY_OBJECT, Turn
+from batonlm.router.api.translation import ANY_OBJECT, Turn, required
 
 
 class ResponsesPart(msgspec.Struct):
@@ -227,7 +227,7 @@ class _FieldNames(dict[str, str]):
         return super().get(field, default)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesCall(GenerationCall):
     """A call of POST /v1/responses."""
 
@@ -292,11 +292,7 @@ def responses_call(
         template_kwargs=encode(kwargs).decode() if kwargs else "",
         needed_variables=tuple(kwargs),
     )
-    sampling = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "min_p", "top_logprobs")
-        if (value := getattr(body, name)) is not None
-    }
+    sampling = sampling_fields(body)
     if LOGPROBS in (body.include or ()):
         sampling.setdefault("top_logprobs", 0)
     request = Request(
@@ -314,14 +310,8 @@ def responses_call(
     return ResponsesCall(
         requests=(request,),
         stream=bool(body.stream),
-        include_usage=False,
-        continuous_usage=False,
         ignored=ignored,
         names=_FieldNames([turn.origin for turn in turns]),
-        request_id="",
-        prompt_logprobs=None,
-        tokens_as_ids=False,
-        include_reasoning=True,
         body=body,
         items=tuple(own),
         created=int(time.time()),
@@ -376,7 +366,7 @@ def _tool(index: int, tool: ResponsesTool) -> Tool:
         raise wrong(f"{where}.type", "must be function: Baton runs no tools itself")
     parameters = bytes(tool.parameters).decode()
     return Tool(
-        _given(f"{where}.name", tool.name),
+        required(f"{where}.name", tool.name),
         tool.description or "",
         "" if parameters == "null" else parameters,
     )
@@ -392,7 +382,7 @@ def _tool_choice(body: ResponsesBody) -> tuple[ToolChoice, set[str] | None]:
             raise wrong("tool_choice", f"must be {', '.join(TOOL_USES)} or name a function")
         return ToolChoice(TOOL_USES[given], parallel=parallel), None
     if given.type == "function":
-        name = _given("tool_choice.name", given.name)
+        name = required("tool_choice.name", given.name)
         return ToolChoice(ToolUse.REQUIRED, name, parallel), None
     if given.type != "allowed_tools":
         raise wrong("tool_choice.type", "must be function or allowed_tools")
@@ -405,12 +395,6 @@ def _tool_choice(body: ResponsesBody) -> tuple[ToolChoice, set[str] | None]:
             raise wrong(where, "must be a function of tools")
         allowed.add(tool.name or "")
     return ToolChoice(TOOL_USES[given.mode], parallel=parallel), allowed
-
-
-def _given(name: str, value: Any) -> Any:
-    if value is None:
-        raise wrong(name, "is required")
-    return value
 
 
 # Items: in the form in which they are stored, listed, and part of a response.
@@ -434,10 +418,10 @@ def _item(where: str, given: ResponsesItem) -> Json:
     made: Json
     match kind:
         case "message":
-            role = _given(f"{where}.role", given.role)
+            role = required(f"{where}.role", given.role)
             if role not in _ROLES:
                 raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-            content = _given(f"{where}.content", given.content)
+            content = required(f"{where}.content", given.content)
             text = {"type": "output_text", "annotations": []}
             if role != "assistant":
                 text = {"type": "input_text"}
@@ -446,16 +430,16 @@ def _item(where: str, given: ResponsesItem) -> Json:
         case "function_call":
             made = {
                 "type": kind,
-                "call_id": _given(f"{where}.call_id", given.call_id),
-                "name": _given(f"{where}.name", given.name),
-                "arguments": _given(f"{where}.arguments", given.arguments),
+                "call_id": required(f"{where}.call_id", given.call_id),
+                "name": required(f"{where}.name", given.name),
+                "arguments": required(f"{where}.arguments", given.arguments),
                 "status": given.status or "completed",
             }
         case "function_call_output":
-            texts = _texts(f"{where}.output", _given(f"{where}.output", given.output))
+            texts = _texts(f"{where}.output", required(f"{where}.output", given.output))
             made = {
                 "type": kind,
-                "call_id": _given(f"{where}.call_id", given.call_id),
+                "call_id": required(f"{where}.call_id", given.call_id),
                 "output": "".join(texts),
                 "status": "completed",
             }
@@ -467,7 +451,7 @@ def _item(where: str, given: ResponsesItem) -> Json:
             if given.encrypted_content:
                 made["encrypted_content"] = given.encrypted_content
         case "item_reference":
-            made = {"type": kind, "id": _given(f"{where}.id", given.id)}
+            made = {"type": kind, "id": required(f"{where}.id", given.id)}
         case _:
             raise wrong(
                 f"{where}.type",
@@ -487,9 +471,9 @@ def _texts(name: str, content: str | list[ResponsesPart]) -> list[str]:
     for index, part in enumerate(content):
         where = f"{name}[{index}]"
         if part.type == "refusal":
-            found.append(_given(f"{where}.refusal", part.refusal))
+            found.append(required(f"{where}.refusal", part.refusal))
         elif part.type in _TEXTS:
-            found.append(_given(f"{where}.text", part.text))
+            found.append(required(f"{where}.text", part.text))
         else:
             raise wrong(f"{where}.type", "must be that of a text: no model here reads other parts")
     return found

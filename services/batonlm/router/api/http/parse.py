@@ -75,28 +75,28 @@ _REQUEST_FIELDS = {field.name for field in fields(Request)} - {"prompt", "sampli
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"seed"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCall:
     """One HTTP request of a generating route: what to run and how to write the answer."""
 
     requests: tuple[Request, ...]
     """One per prompt. Choice c of prompt p has the index p * n + c in the answer."""
     stream: bool
-    include_usage: bool
+    include_usage: bool = False
     """Whether a stream ends with the usage."""
-    continuous_usage: bool
+    continuous_usage: bool = False
     """Whether each chunk of a stream has the usage so far."""
     ignored: tuple[str, ...]
     """Names of parameters without effect."""
     names: Mapping[str, str]
     """Core's field names to the client's, where they differ."""
-    request_id: str
+    request_id: str = ""
     """The client's own id, or ""."""
-    prompt_logprobs: int | None
+    prompt_logprobs: int | None = None
     """Number of alternatives in vLLM's field of this name; None: the field is absent."""
-    tokens_as_ids: bool
+    tokens_as_ids: bool = False
     """Whether log-probabilities name their tokens by id."""
-    include_reasoning: bool
+    include_reasoning: bool = True
 
     @property
     def resumable(self) -> bool:
@@ -296,7 +296,7 @@ def _call(
             field="request_id",
         )
     grammar, grammar_name = _grammar(body)
-    sampling = _given(body, _SAMPLING_FIELDS)
+    sampling = sampling_fields(body)
     sampling["logit_bias"] = tuple((body.logit_bias or {}).items())
     if body.top_k == -1:
         sampling["top_k"] = 0
@@ -335,9 +335,14 @@ def _call(
         request_id=body.request_id or "",
         prompt_logprobs=body.prompt_logprobs,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
-        include_reasoning=True,
     )
     return call.streamed() if body.stream else call
+
+
+def sampling_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """Returns the sampling parameters that a body of any API gives, by core's names, which its
+    attributes have."""
+    return _given(body, _SAMPLING_FIELDS)
 
 
 def _given(body: msgspec.Struct, names: set[str]) -> dict[str, Any]:
