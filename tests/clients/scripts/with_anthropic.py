@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import anthropic
@@ -61,6 +62,15 @@ with_token = anthropic.Anthropic(
     base_url=os.environ["HTTP"], api_key=None, auth_token=os.environ["OPENAI_API_KEY"]
 )
 limited = anthropic.Anthropic(base_url=os.environ["HTTP"], api_key=os.environ["TIGHT_KEY"])
+
+
+def limited_chat(_):
+    return text_of(limited.messages.create(messages=MESSAGES, **asked))
+
+
+# At once, so that one of them is refused however slow this machine is.
+with ThreadPoolExecutor(3) as pool:
+    retried = [*pool.map(limited_chat, range(3)), limited_chat(3)]
 print(
     json.dumps(
         {
@@ -77,9 +87,7 @@ print(
             ],
             "agent": agent("What is the weather in Paris?"),
             "errors": [failure(model="other"), failure(extra_body={"temperature": -1})],
-            "retried": [
-                text_of(limited.messages.create(messages=MESSAGES, **asked)) for _ in range(4)
-            ],
+            "retried": retried,
         }
     )
 )

@@ -44,11 +44,13 @@ for await (const event of await client.responses.create({ ...respond, stream: tr
 const models = [];
 for await (const model of client.models.list()) models.push(model.id);
 const limited = new OpenAI({ apiKey: process.env.TIGHT_KEY });
-const retried = [];
-for (let i = 0; i < 4; i++) {
+async function limitedChat() {
   const answer = await limited.chat.completions.create({ ...asked, messages });
-  retried.push(answer.choices[0].message.content);
+  return answer.choices[0].message.content;
 }
+// At once, so that one of them is refused however slow this machine is.
+const retried = await Promise.all([1, 2, 3].map(limitedChat));
+retried.push(await limitedChat());
 console.log(JSON.stringify({
   models,
   chat: chat.choices[0].message.content,

@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
@@ -27,6 +28,16 @@ chunks = list(
 completion = client.completions.create(prompt="The capital of France", **asked)
 pieces = list(client.completions.create(prompt="The capital of France", stream=True, **asked))
 limited = openai.OpenAI(api_key=os.environ["TIGHT_KEY"])
+
+
+def limited_chat(_):
+    answer = limited.chat.completions.create(messages=MESSAGES, **asked)
+    return answer.choices[0].message.content
+
+
+# At once, so that one of them is refused however slow this machine is.
+with ThreadPoolExecutor(3) as pool:
+    retried = [*pool.map(limited_chat, range(3)), limited_chat(3)]
 print(
     json.dumps(
         {
@@ -37,12 +48,7 @@ print(
             "completion": completion.choices[0].text,
             "completion_streamed": "".join(c.choices[0].text for c in pieces if c.choices),
             "errors": [failure(model="other"), failure(temperature=-1)],
-            "retried": [
-                limited.chat.completions.create(messages=MESSAGES, **asked)
-                .choices[0]
-                .message.content
-                for _ in range(4)
-            ],
+            "retried": retried,
         }
     )
 )
