@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,7 @@ REQUIRED = ToolChoice(ToolUse.REQUIRED)
 ONE = ToolChoice(ToolUse.REQUIRED, parallel=False)
 NAMED = ToolChoice(ToolUse.REQUIRED, "get_weather")
 AT_MOST_ONE = ToolChoice(parallel=False)
+MANY = ToolChoice()
 
 FIRST = '{"city": "B\\"ern", "days": 3}'
 OTHER = '{"name": "get-time", "arguments": {}}'
@@ -213,6 +215,100 @@ def test_arguments_follow_their_schema(form: str) -> None:
     assert follows(grammar.text, one, with_markers=False)
     for wrong in (one.replace("3", '"3"'), one.replace("days", "daze"), one.replace("city", "c")):
         assert not follows(grammar.text, wrong, with_markers=False)
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "parameters": {"type": "integer"}},
+    "required": ["name", "parameters"],
+    "additionalProperties": False,
+}
+"""It begins as calls do."""
+
+
+@pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
+@pytest.mark.parametrize("reasoning", [None, "think", "think left open"])
+@pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
+def test_an_answer_of_a_schema_or_calls(
+    form: str, reasoning: str | None, with_markers: bool
+) -> None:
+    thinks = REASONING_FORMATS[reasoning.split()[0]] if reasoning else None
+    left_open = reasoning == "think left open"
+    thoughts = f"\nhm\n{thinks.end}\n\n" if thinks else ""
+    if thinks and not left_open:
+        thoughts = thinks.begin + thoughts
+    if form == "harmony":
+        thinks, left_open = REASONING_FORMATS["harmony"], False
+        thoughts = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>" if form == "harmony" else ""
+    one, two = shapes(form, with_markers)
+
+    def lets(answer: str, choice: ToolChoice = MANY, schema: Any = PERSON) -> bool:
+        grammar = grammar_for(
+            TOOLS,
+            choice,
+            TOOL_FORMATS[form],
+            thinks,
+            left_open=left_open,
+            tokens=marker_ids(with_markers),
+            schema=json.dumps(schema),
+        )
+        assert grammar is not None
+        return follows(grammar.text, answer, with_markers=with_markers)
+
+    for before in (thoughts, "") if not left_open else (thoughts,):
+        for name in ("Ada", "get_weather", "get-time"):
+            whole = f'{before}{final}{{"name": "{name}", "parameters": 36}}'
+            assert lets(whole) and lets(whole.replace(" ", "").replace('{"', '{\n  "'))
+            assert not lets(whole.replace("36", "true")) and not lets(whole[:-1])
+            assert not lets(whole + one)
+            assert not lets(before + one + whole.removeprefix(before))
+        assert lets(before + one) and not lets(before + one[:-1])
+        assert lets(before + two) is (form != "harmony")
+        assert not lets(before + two, AT_MOST_ONE) and lets(before + one, AT_MOST_ONE)
+        assert not lets(before + final + "Hello.") and not lets(before + final + "36")
+        for answer in (one, final + '{"a": {"b": [1]}}', *([two] if form != "harmony" else [])):
+            assert lets(before + answer, schema={"type": "object"})
+    readers = [thinks.reader(left_open, TOOL_FORMATS[form])] if thinks else []
+    if form != "harmony":
+        readers.append(TOOL_FORMATS[form].read)
+    answer = '{"name": "get_weather", "parameters": 36}'
+    found = read(list(thoughts + final + answer), *readers, tools=SCHEMAS)
+    assert (found.content.strip(), found.calls) == (answer, [])
+    found = read(list(thoughts + one), *readers, tools=SCHEMAS)
+    assert (found.content.strip(), len(found.calls)) == ("", 1)
+
+
+def test_reasoning_before_a_schema_where_nothing_is_called() -> None:
+    for name, before, after in (
+        ("think", "<think>hm</think>\n\n", ""),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+            "<|channel|>final<|message|>",
+        ),
+    ):
+        grammar = grammar_for(
+            (),
+            ToolChoice(),
+            None,
+            REASONING_FORMATS[name],
+            left_open=False,
+            tokens={},
+            schema="true",
+        )
+        assert grammar is not None
+        for answer in ("36", '["a"]'):
+            assert follows(grammar.text, before + after + answer, with_markers=False)
+            assert follows(grammar.text, after + answer, with_markers=False)
+            assert not follows(grammar.text, before + after, with_markers=False)
+
+
+def test_a_schema_that_is_none_is_refused() -> None:
+    for schema in ("{", "[" * 100_000):
+        with pytest.raises(InvalidArgument) as raised:
+            grammar_for((), ToolChoice(), None, None, left_open=False, tokens={}, schema=schema)
+        assert raised.value.field == "grammar"
 
 
 def test_free_answers_have_no_grammar() -> None:

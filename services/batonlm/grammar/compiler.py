@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from batonlm.core.errors import InvalidArgument
+from batonlm.core.request.formats.lark import JSON_SPACING
 from batonlm.core.request.request import Grammar, GrammarKind
 
 
@@ -58,9 +59,7 @@ LIMITS = LLParserLimits(
 waits for, to milliseconds."""
 
 _JSON = {
-    # White space between JSON tokens: none, a space, or a new line with indentation. It is bounded,
-    # because a model could otherwise write white space for ever.
-    "whitespace_pattern": r"\x20?|\n[\x20\t]{0,32}",
+    **JSON_SPACING,
     # Unsupported keywords of a schema are an error instead of being ignored.
     "lenient": False,
 }

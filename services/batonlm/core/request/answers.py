@@ -5,6 +5,7 @@ The formats depend on the request, the operator's settings and the model's chat 
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from batonlm.core.request.formats.families import (
     TOOL_FORMATS,
     ReasoningFormat,
 )
-from batonlm.core.request.formats.lark import Lark, schema_of
+from batonlm.core.request.formats.lark import CALL_SPACING, JSON_SPACING, Lark, schema_of
 from batonlm.core.request.formats.reader import AnswerParts, Reader, Schema
 from batonlm.core.request.model import AnswerFormat, ModelDescription
 from batonlm.core.request.request import (
@@ -28,12 +29,14 @@ from batonlm.core.request.request import (
     Delta,
     FinishReason,
     Grammar,
+    GrammarKind,
     Request,
     StopParams,
     Tool,
     ToolChoice,
     ToolUse,
 )
+from batonlm.core.request.validation import wrong
 
 
 class AnswerDeltas:
@@ -98,19 +101,27 @@ class AnswerDeltas:
 def grammar_for(
     tools: Sequence[Tool],
     choice: ToolChoice,
-    form: ToolFormat,
+    form: ToolFormat | None,
     reasoning: ReasoningFormat | None,
     *,
     left_open: bool,
     tokens: Mapping[str, int],
+    schema: str = "",
 ) -> Grammar | None:
     """Returns the grammar that every answer has to follow, or None when there is no restriction.
 
-    left_open: the prompt ends within reasoning. tokens: ids of the markers that are tokens. Raises
-    InvalidArgument (`tools`) for a tool that the format cannot express.
+    form: None: nothing is called. left_open: the prompt ends within reasoning. tokens: ids of the
+    markers that are tokens. schema: of the content, as JSON: an answer is then this, or calls where
+    they may be made. Raises InvalidArgument (`tools`) for a tool that the format cannot express.
     """
-    lark = Lark(tokens)
-    if choice.use is ToolUse.REQUIRED:
+    lark = Lark(tokens, JSON_SPACING if schema else CALL_SPACING)
+    if schema:
+        body = _content(lark, schema, reasoning)
+        if form is not None:
+            body = f"{form.required(lark, tools, choice.parallel)} | {body}"
+    elif form is None:
+        return None
+    elif choice.use is ToolUse.REQUIRED:
         called = [tool for tool in tools if choice.name in ("", tool.name)]
         body = form.required(lark, called, choice.parallel and not choice.name)
     elif choice.use is ToolUse.AUTO and not choice.parallel:
@@ -118,6 +129,19 @@ def grammar_for(
     else:
         return None
     return lark.grammar(f"{_reasoning(lark, reasoning, left_open)}{lark.rule(body)}")
+
+
+def _content(lark: Lark, schema: str, reasoning: ReasoningFormat | None) -> str:
+    """Matches content of a schema, with what stands before it. Raises InvalidArgument
+    (`grammar`)."""
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError):
+        raise wrong("grammar", "must be a JSON schema") from None
+    # Besides objects only `true` can be compiled, which allows everything.
+    content = lark.schema(parsed if isinstance(parsed, dict) else {})
+    head = reasoning.content if reasoning is not None else ""
+    return f"{lark.text(head)} {content}" if head else content
 
 
 def _reasoning(lark: Lark, reasoning: ReasoningFormat | None, left_open: bool) -> str:
@@ -186,10 +210,12 @@ class Answers:
         reasoning = self.reasoning.markers if self.reasoning else ()
         return (*tools, *reasoning)
 
-    def grammar(self) -> Grammar | None:
-        """Returns the grammar that the tool choice requires. Raises InvalidArgument (`tools`)."""
-        if self.tools is None:
-            return None
+    def grammar(self, asked: Grammar | None) -> Grammar | None:
+        """Returns the grammar of the answers: what the tool choice requires, and what the request
+        asks for. Where that is a schema, reasoning may come before it, and calls may take its
+        place; any other is of the whole answer. Raises InvalidArgument (`tools` or `grammar`)."""
+        if asked is not None and asked.kind is not GrammarKind.JSON_SCHEMA:
+            return asked
         grammar = grammar_for(
             self.chat.tools,
             self.chat.tool_choice,
@@ -197,6 +223,7 @@ class Answers:
             self.reasoning,
             left_open=self.left_open,
             tokens=self.tokens,
+            schema=asked.text if asked is not None else "",
         )
         if grammar is not None and len(grammar.text) > MAX_TOOLS_GRAMMAR:
             raise InvalidArgument("tools are too much to be followed", field="tools")

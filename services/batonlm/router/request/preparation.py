@@ -198,9 +198,10 @@ class Preparation:
         answers = self._answer_rules.of(
             request, encoded.answer_format, left_open=encoded.reasoning_open
         )
-        if answers is not None and request.grammar is None:
-            request = context.request = replace(request, grammar=answers.grammar())
-            if request.grammar is not None:
+        if answers is not None:
+            grammar = answers.grammar(request.grammar)
+            if grammar is not None and grammar is not request.grammar:
+                request = context.request = replace(request, grammar=grammar)
                 await self._check_tools(context, encoded.token_ids[:1], model)
         stages.reached(Stage.TURN)
         prompt, hashes = truncated(request, encoded.token_ids, encoded.prefix_hashes, model)

@@ -122,7 +122,24 @@ class CallObject:
         answer.close_call()
 
     def write(self, lark: Lark, tool: Tool, before: str) -> str:
-        head = lark.text(f'{before}{{"name": "{tool.name}", "{self.key}": ')
+        name, key = f'"{tool.name}"', f'"{self.key}"'
+        if before:
+            head = lark.text(f'{before}{{"name": {name}, {key}: ')
+        else:
+            # It begins as other objects do, such as one of a schema that the answer may follow
+            # instead. So its literals are the tokens of JSON, and a space may be missing: what is
+            # white space to the schema is that to the whole grammar.
+            colon, comma = '":" " "?', '"," " "?'
+            words = (
+                '"{"',
+                lark.text('"name"'),
+                colon,
+                lark.text(name),
+                comma,
+                lark.text(key),
+                colon,
+            )
+            head = " ".join(words)
         return f'{head} {lark.arguments(tool)} "}}"'
 
 

@@ -229,6 +229,8 @@ class ReasoningFormat:
     """Texts that may be special tokens."""
     after: str = ""
     """What stands between the end of reasoning and the answer, but for line breaks."""
+    content: str = ""
+    """What stands before an answer's content."""
     whole: Reader | None = None
     """Reads whole answers, calls included, in place of the format's own reader and the tools'."""
 
@@ -269,6 +271,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
         END,
         _HARMONY.markers,
         after=f"{START}assistant",
+        content=f"{CHANNEL}final{MESSAGE}",
         whole=_HARMONY.read,
     ),
 }

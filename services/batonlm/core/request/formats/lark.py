@@ -15,17 +15,29 @@ from batonlm.core.request.request import Grammar, GrammarKind, Tool
 
 ANYTHING = "/(?s:.*)/"
 
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""The spacing of Python's json module, which models were trained on; a fixed spacing also rules out
-endless white space."""
+JSON_SPACING = {"whitespace_pattern": r"\x20?|\n[\x20\t]{0,32}"}
+"""The white space between tokens of JSON in an answer: none, a space, or a new line with
+indentation. It is bounded, because a model could otherwise write white space for ever."""
+
+CALL_SPACING: Mapping[str, object] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""That where an answer can be nothing but calls: the spacing of Python's json module, which models
+were trained on."""
 
 
 class Lark:
     """Collects rules and terminals of one grammar."""
 
-    def __init__(self, tokens: Mapping[str, int]) -> None:
-        """tokens: ids of the markers that are tokens."""
+    def __init__(
+        self, tokens: Mapping[str, int], spacing: Mapping[str, object] = CALL_SPACING
+    ) -> None:
+        """tokens: ids of the markers that are tokens. spacing: of all JSON: where it differs
+        between two rules of which either may match, one of them may match too little."""
         self._tokens = tokens
+        self._spacing = spacing
         longest_first = sorted(tokens, key=len, reverse=True)
         self._marker = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._rules: list[str] = []
@@ -73,7 +85,7 @@ class Lark:
 
     def schema(self, schema: Mapping[str, Any]) -> str:
         """Matches JSON of a schema. References in it are relative to this schema."""
-        return self.rule("%json " + json.dumps({**schema, "x-guidance": _SPACING}))
+        return self.rule("%json " + json.dumps({**schema, "x-guidance": self._spacing}))
 
     def through(self, marker: str) -> str:
         """Matches any text up to and including a marker."""
