@@ -16,6 +16,7 @@ from batonlm.core.admission.tenant_budgets import Limit
 from batonlm.core.errors import Reason
 from batonlm.core.observe.stages import StageTimes
 from batonlm.core.request.request import FinishReason
+from batonlm.router.request.response_store import Dropped
 from batonlm.router.workers.fleet import STATES
 
 ROLES = ("router", "tokenizer", "prefill", "decode", "detokenizer")
@@ -78,6 +79,7 @@ LABELS: dict[str, set[str] | re.Pattern[str]] = {
         *(limit.value for limit in Limit),
         *(reason.name.lower() for reason in Reason),
         *("gone", "differs"),  # of adoptions
+        *(reason.value for reason in Dropped),
     },
     "ring": {"sender", "receiver"},
     "role": {*ROLES, "encode"},

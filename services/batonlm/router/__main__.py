@@ -125,7 +125,7 @@ async def serve(config: RouterConfig, own: OwnProcess | None = None) -> int:
         field="grpc_listen",
         claimed=own is not None,
     )
-    unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas)
+    unwatch = gauges.watch(pipeline, fleet, config, metrics, replicas, store)
     try:
         limits = HttpLimits(
             max_connections=config.max_connections,

@@ -45,6 +45,8 @@ ALIKE = {
     "baton_api_keys_stale",
     "baton_alias_gone_back",
     "baton_routers",
+    "baton_stored_responses",
+    "baton_stored_response_bytes",
     "baton_workers",
     "baton_model_workers",
     "baton_standbys",

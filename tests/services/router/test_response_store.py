@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sqlite3
 import stat
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,22 @@ async def test_a_run_ends_once(store: ResponseStore) -> None:
     assert not await store.end("a", "2", b"end") and not await store.get("a", "2")
 
 
+async def test_what_is_held_and_dropped_is_counted(store: ResponseStore, clock: Clock) -> None:
+    assert store.held() == (0, 0)
+    for number in range(6):
+        await store.put("a", str(number), stored(20))
+    await store.put("a", "large", stored(101))
+    assert store.held() == (5, 100)
+    for tenant in "bcde":
+        await store.put(tenant, "1", stored(80))
+    assert store.held() == (8, 400)
+    clock.now += 61
+    await store.delete("b", "1")
+    assert store.held() == (0, 0)
+    counted = {reason.value: number for reason, number in store.dropped.items() if number}
+    assert counted == {"tenant_share": 1, "too_large": 1, "all_shares": 1, "idle": 8}
+
+
 async def test_nothing_is_stored_without_room(tmp_path: Path) -> None:
     for store in (MemoryStore(StoreLimits(0)), SqliteStore(str(tmp_path / "r"), StoreLimits(0))):
         await store.put("a", "1", stored(10))
@@ -206,6 +224,81 @@ async def test_a_locked_file_is_a_failure_that_passes(
     await store.put("a", "1", stored(10))
     assert await store.get("a", "1")
     await store.close()
+
+
+async def test_a_full_disk_is_a_failure_that_passes(tmp_path: Path) -> None:
+    """Wherever it is full: at a write, or only at the end of a transaction."""
+    path = tmp_path / "responses"
+    store = SqliteStore(str(path))
+    await store.put("a", "1", stored(10))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failures = 0
+    for room in range(0, 200_000, 10_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+        try:
+            await store.put("a", f"large {room}", stored(100_000))
+        except Unavailable:
+            failures += 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert await store.get("a", "1")
+        await store.put("a", "2", stored(10))
+    assert failures
+    await store.close()
+
+
+async def test_a_file_that_breaks_while_it_is_used_is_a_failure(tmp_path: Path) -> None:
+    path = tmp_path / "responses"
+    store = SqliteStore(str(path))
+    await store.put("a", "1", stored(10))
+    for name in ("responses", "responses-wal", "responses-shm"):
+        with open(tmp_path / name, "r+b") as opened:  # noqa: ASYNC230 (a few bytes)
+            opened.write(b"\xff" * 100_000)
+    for _ in range(2):
+        with suppress(Unavailable):
+            await store.put("a", "2", stored(100_000))
+        with suppress(Unavailable):
+            await store.get("a", "1")
+    assert store.held()[0] >= 0
+    await store.close()
+
+
+async def test_calls_do_not_wait_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "ANSWER_S", 0.2)
+    monkeypatch.setattr(response_store, "MAX_WAITING", 3)
+    path = str(tmp_path / "responses")
+    store = SqliteStore(path)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    calls = (store.get("a", str(number)) for number in range(5))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(each, Unavailable) for each in found)
+    assert sum("too many" in str(each) for each in found) == 2
+    # Readers are not held up.
+    assert store.held() == (0, 0)
+    other.execute("COMMIT")
+    other.close()
+    await store.close()
+    assert store.held() == (0, 0)
+
+
+@pytest.mark.parametrize("text", ["\0", "ä" * 100_000, "' OR 1 --", "%"])
+async def test_any_id_is_looked_for(store: ResponseStore, text: str) -> None:
+    await store.put("a", "1", stored(10))
+    assert await store.get("a", text) is None
+    assert not await store.delete("a", text) and not await store.end("a", text, b"")
+    assert await store.get("a", "1")
+
+
+async def test_processes_open_one_file_at_once(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses")
+    stores = await asyncio.gather(*(asyncio.to_thread(SqliteStore, path) for _ in range(8)))
+    await asyncio.gather(*(each.put("a", str(n), stored(10)) for n, each in enumerate(stores)))
+    assert stores[0].held() == (8, 80)
+    for each in stores:
+        await each.close()
 
 
 def test_a_file_that_cannot_be_used_names_the_option(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.app import HttpApp
 from batonlm.router.request.kept import KeptStreams
 from batonlm.router.request.pipeline import Pipeline, left
+from batonlm.router.request.response_store import ResponseStore
 from batonlm.router.workers.tokenizers import EncodedPrompt
 from batonlm.rpc.server import ProcessServer
 
@@ -294,9 +295,10 @@ def http_app(
     registry: Collector,
     access: HttpAccess = ANYONE,
     pages: Sequence[BaseRoute] = (),
+    store: ResponseStore | None = None,
 ) -> HttpApp:
     """The router's HTTP API over scripted answers."""
-    return HttpApp(cast(Pipeline, frontend), registry, access, pages)
+    return HttpApp(cast(Pipeline, frontend), registry, access, pages, store=store)
 
 
 def grpc_server(frontend: Scripted) -> ProcessServer:

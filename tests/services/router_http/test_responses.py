@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ from batonlm.core.request.request import (
     ToolUse,
 )
 from batonlm.router.api.http import answer_schema as answers
+from batonlm.router.api.http import response_routes
 from batonlm.router.api.http.access import HttpAccess
 from batonlm.router.api.http.openai_responses import (
     ResponsesAnswer,
@@ -50,10 +52,17 @@ from batonlm.router.api.http.openai_responses import (
 )
 from batonlm.router.api.http.schema import REFUSED_ELSEWHERE
 from batonlm.router.api.http.server import serve_http
+from batonlm.router.request.response_store import (
+    Dropped,
+    MemoryStore,
+    ResponseStore,
+    StoredResponse,
+)
 from tests.services.router_http.scripted import (
     MODEL,
     Scripted,
     http_app,
+    prompt_ids,
     whole_answer,
 )
 from tests.services.router_http.test_resuming import Named
@@ -572,6 +581,99 @@ async def test_an_item_can_be_named(client: openai.AsyncOpenAI, frontend: Script
         assert unknown.value.param == "input[0].id"
 
 
+async def test_input_tokens_are_counted(client: openai.AsyncOpenAI, frontend: Scripted) -> None:
+    first = await client.responses.create(model="", input="ab")
+    counted = await client.responses.input_tokens.count(
+        model="", input="cd", previous_response_id=first.id, tools=[WEATHER]
+    )
+    assert counted.object == "response.input_tokens"
+    prompt = frontend.seen[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert [message.content for message in prompt.messages] == ["ab", first.output_text, "cd"]
+    assert [tool.name for tool in prompt.tools] == ["weather"]
+    assert counted.input_tokens == len(prompt_ids(frontend.seen[-1]))
+    for wrong, field in (({"input": []}, "input"), ({"tools": [{"type": "mcp"}]}, "tools[0].type")):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.input_tokens.count(model="", **({"input": "ab"} | wrong))
+        assert refused.value.param == field
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.input_tokens.count(
+            model="", input="a", previous_response_id="resp_0"
+        )
+
+
+async def test_compaction_is_refused_in_words(http: httpx.AsyncClient) -> None:
+    refused = await http.post(f"{PATH}/compact", json={"model": "", "input": "ab"})
+    error = msgspec.json.decode(refused.content, type=answers.ErrorAnswer).error
+    assert refused.status_code == 400 and "/responses/compact is not supported" in error.message
+
+
+class Counting(MemoryStore):
+    """Counts what is read."""
+
+    num_read = 0
+
+    async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        self.num_read += 1
+        return await super().get(tenant, response_id)
+
+
+async def test_a_response_is_read_once_however_often_its_items_are_named(
+    frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Counting()
+    monkeypatch.setattr(response_routes, "MAX_HISTORY_BYTES", 6000)
+    async with served(frontend, store) as http:
+        first = (await http.post(PATH, json={"input": "ab"})).json()
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        answer = await http.post(PATH, json={"input": [reference] * 50})
+        assert answer.status_code == 200 and store.num_read == 1
+        # As many responses as the bytes of their items allow.
+        large = "x" * 2000
+        named = []
+        for _ in range(3):
+            asked = {"input": large, "max_output_tokens": 4}
+            response = (await http.post(PATH, json=asked)).json()
+            named.append({"type": "item_reference", "id": f"msg_{response['id'][5:]}_in0"})
+        refused = await http.post(PATH, json={"input": named})
+        assert refused.json()["error"]["param"] == "input[2].id"
+
+
+async def test_tools_of_earlier_turns_are_no_part_of_a_conversation(
+    frontend: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's tools are in each of its responses: they may be many, and the turns, too."""
+    monkeypatch.setattr(response_routes, "MAX_HISTORY_BYTES", 6000)
+    tool = WEATHER | {"description": "x" * 1000}
+    async with served(frontend, MemoryStore()) as http:
+        previous = None
+        for _ in range(12):
+            asked = {"input": "ab", "tools": [tool], "previous_response_id": previous}
+            asked["max_output_tokens"] = 4
+            answer = await http.post(PATH, json=asked)
+            assert answer.status_code == 200, answer.text
+            previous = answer.json()["id"]
+
+
+class Broken(MemoryStore):
+    """Stores nothing."""
+
+    async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
+        raise Unavailable("the disk is full")
+
+
+async def test_an_answer_that_cannot_be_stored_is_given_all_the_same(frontend: Scripted) -> None:
+    store = Broken()
+    async with served(frontend, store) as http:
+        whole = await http.post(PATH, json={"input": "ab"})
+        assert whole.json()["status"] == "completed"
+        streamed = await http.post(PATH, json={"input": "ab", "stream": True})
+        assert joined(events_of(streamed.text))["status"] == "completed"
+        assert store.dropped == {Dropped.FAILED: 2}
+        # Nobody would find it.
+        assert (await http.post(PATH, json=BACKGROUND)).status_code == 503
+
+
 async def test_what_is_not_stored_is_not_found(client: openai.AsyncOpenAI) -> None:
     response = await client.responses.create(model="", input="ab", store=False)
     assert response.store is False  # type: ignore[attr-defined]
@@ -612,6 +714,17 @@ async def test_input_is_listed_in_pages(http: httpx.AsyncClient) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(query)))
 
 
+@asynccontextmanager
+async def served(frontend: Scripted, store: ResponseStore) -> AsyncIterator[httpx.AsyncClient]:
+    frontend.keep(kept_s=ALWAYS_S)
+    app = http_app(frontend, CollectorRegistry(), store=store)
+    server = await serve_http(app, "127.0.0.1:0")
+    base = f"http://{server.address}"
+    async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
+        yield client
+    await server.close()
+
+
 @pytest.fixture
 async def two_tenants(frontend: Scripted) -> AsyncIterator[list[httpx.AsyncClient]]:
     frontend.keep(kept_s=ALWAYS_S)
@@ -648,6 +761,7 @@ async def test_another_tenants_response_is_not_there(
             await other.delete(where),
             await other.post(PATH, json={"input": "x", "previous_response_id": response["id"]}),
             await other.post(PATH, json=asked),
+            await other.post(f"{PATH}/input_tokens", json=asked),
         ):
             assert answer.status_code == 404, answer.text
             msgspec.json.decode(answer.content, type=answers.ErrorAnswer)

@@ -23,6 +23,7 @@ from batonlm.core.routing.scaling import (
 from batonlm.router.config import RouterConfig
 from batonlm.router.observe.metrics import Arrived, RouterMetrics
 from batonlm.router.request.pipeline import Pipeline
+from batonlm.router.request.response_store import Dropped, ResponseStore
 from batonlm.router.workers.discovery import Replicas
 from batonlm.router.workers.fleet import Fleet
 from batonlm.rpc.metrics import (
@@ -74,6 +75,13 @@ MODEL_WORKERS = Spec(
     "Workers of a model that accept work; 0 too for a model of `model` that has none.",
     ("model", "role"),
 )
+RESPONSES = Spec("baton_stored_responses", "Responses that clients may come back to.")
+RESPONSE_BYTES = Spec("baton_stored_response_bytes", "Bytes of these, with their input.")
+RESPONSES_DROPPED = Spec(
+    "baton_responses_dropped_total",
+    "Responses that were to be stored, and are not, or not any more, by why.",
+    ("reason",),
+)
 POOL_TARGETS = Spec(
     "baton_pool_target_workers",
     "How many workers the rule of core/scaling asks for, by what this router sees.",
@@ -119,6 +127,7 @@ def watch(
     config: RouterConfig,
     metrics: RouterMetrics,
     replicas: Replicas,
+    store: ResponseStore,
 ) -> list[Callable[[], None]]:
     """Reads all gauges at every scrape, until the returned functions are called."""
     gate = pipeline.gate
@@ -145,11 +154,14 @@ def watch(
             for state, number in pool.standbys().items()
         },
         INDEX_UNITS: lambda: {(role,): len(index) for role, index in caches.items()},
+        RESPONSES: lambda: {(): store.held()[0]},
+        RESPONSE_BYTES: lambda: {(): store.held()[1]},
         **vllm_readers(pipeline, fleet),
     }
     if config.target_first_token_ms:
         readers[POOL_TARGETS] = pool_targets(pipeline, fleet, config, metrics, replicas).read
     counts: Readers = {
+        RESPONSES_DROPPED: lambda: {(reason,): store.dropped[reason] for reason in Dropped},
         CACHE_GAPS: lambda: {(role,): index.gaps for role, index in caches.items()},
         LOOP_STALLS: lambda: {(): fleet.awake.stalls},
         LOOP_STALLED: lambda: {(): fleet.awake.stalled_s},

@@ -10,11 +10,14 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from batonlm.core.errors import InvalidArgument, Unavailable
@@ -28,6 +31,12 @@ others."""
 
 LOCKED_S = 5.0
 """Seconds that a process waits for another one that writes the file."""
+
+ANSWER_S = 10.0
+"""Seconds in which a call has an answer, with those that wait before it."""
+
+MAX_WAITING = 1024
+"""Calls that wait for the file at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +68,30 @@ class StoredResponse:
         return len(self.response) + len(self.items)
 
 
+class Dropped(StrEnum):
+    """Why a response is not stored any more, or never was, but for those that clients delete."""
+
+    IDLE = "idle"
+    """Nobody used it for so long."""
+    TENANT_SHARE = "tenant_share"
+    """Its tenant's share was full."""
+    ALL_SHARES = "all_shares"
+    """All tenants together had too much."""
+    TOO_LARGE = "too_large"
+    """It is larger than a tenant's share."""
+    FAILED = "failed"
+    """The store did not answer."""
+
+
 class ResponseStore(Protocol):
     limits: StoreLimits
     shared: bool
     """Whether other processes use it, too."""
+    dropped: Counter[Dropped]
+    """By this process."""
+
+    def held(self) -> tuple[int, int]:
+        """Returns how many responses are stored, and their bytes. May be called on any thread."""
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None: ...
 
@@ -88,6 +117,7 @@ class MemoryStore(ResponseStore):
         self, limits: StoreLimits = StoreLimits(), now: Callable[[], float] = time.monotonic
     ) -> None:
         self.limits = limits
+        self.dropped = Counter()
         self._now = now
         self._all: OrderedDict[tuple[str, str], tuple[StoredResponse, float]] = OrderedDict()
         """With the time of the last use, which is also the order."""
@@ -95,6 +125,9 @@ class MemoryStore(ResponseStore):
         """Sizes by tenant, in the same order."""
         self._tenant_bytes: dict[str, int] = {}
         self._bytes = 0
+
+    def held(self) -> tuple[int, int]:
+        return len(self._all), self._bytes
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         self._forget_idle()
@@ -129,14 +162,17 @@ class MemoryStore(ResponseStore):
         self._forget_idle()
         limits, size = self.limits, stored.size
         if size > limits.max_tenant_bytes:
+            self.dropped[Dropped.TOO_LARGE] += 1
             return
         own: Mapping[str, int] = self._of.get(tenant, {})
         while own and (
             len(own) >= MAX_OF_TENANT or self._tenant_bytes[tenant] + size > limits.max_tenant_bytes
         ):
             self._drop(tenant, next(iter(own)))
+            self.dropped[Dropped.TENANT_SHARE] += 1
         while self._bytes + size > limits.max_bytes:
             self._drop(*next(iter(self._all)))
+            self.dropped[Dropped.ALL_SHARES] += 1
         self._all[tenant, response_id] = stored, self._now()
         self._of.setdefault(tenant, OrderedDict())[response_id] = size
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
@@ -146,6 +182,7 @@ class MemoryStore(ResponseStore):
         last = self._now() - self.limits.max_idle_s
         while self._all and next(iter(self._all.values()))[1] < last:
             self._drop(*next(iter(self._all)))
+            self.dropped[Dropped.IDLE] += 1
 
     def _drop(self, tenant: str, response_id: str) -> bool:
         if self._all.pop((tenant, response_id), None) is None:
@@ -170,14 +207,15 @@ CREATE TABLE IF NOT EXISTS responses (
 CREATE INDEX IF NOT EXISTS by_tenant ON responses (tenant, used, size);
 CREATE INDEX IF NOT EXISTS by_use ON responses (used, size);
 """
+_HELD = "count(*), coalesce(sum(size), 0)"
 
 
 class SqliteStore(ResponseStore):
     """Responses in a file, which outlives its processes. They run on one machine: SQLite's log of
     writes is in memory that they share.
 
-    One thread of its own reads and writes; a call that finds the file locked for LOCKED_S raises
-    Unavailable.
+    One thread of its own reads and writes; a call that finds the file locked for LOCKED_S, or has
+    no answer within ANSWER_S, raises Unavailable.
     """
 
     shared = True
@@ -187,11 +225,17 @@ class SqliteStore(ResponseStore):
     ) -> None:
         """Raises InvalidArgument naming the option `responses_file`."""
         self.limits = limits
+        self.dropped = Counter()
         self._now = now
+        self._num_waiting = 0
+        self._held = 0, 0
+        self._looking = threading.Lock()
+        """Of `held`, which threads may call at once."""
         try:
             # Conversations are nobody else's to read.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._base = self._opened(path)
+            self._view = sqlite3.connect(path, timeout=0.0, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise InvalidArgument(f"{path}: {error}", field="responses_file") from None
         self._thread = ThreadPoolExecutor(1, "responses")
@@ -209,6 +253,11 @@ class SqliteStore(ResponseStore):
         base.executescript(_SCHEMA)
         return base
 
+    def held(self) -> tuple[int, int]:
+        with self._looking, suppress(sqlite3.Error):
+            self._held = self._view.execute(f"SELECT {_HELD} FROM responses").fetchone()
+        return self._held
+
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         return await self._run(SqliteStore._get, tenant, response_id)
 
@@ -224,6 +273,8 @@ class SqliteStore(ResponseStore):
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.shutdown)
         self._base.close()
+        with self._looking:
+            self._view.close()
 
     async def _run(
         self,
@@ -232,23 +283,34 @@ class SqliteStore(ResponseStore):
         **kwargs: P.kwargs,
     ) -> T:
         def run() -> T:
-            self._base.execute("BEGIN IMMEDIATE")
+            base = self._base
+            base.execute("BEGIN IMMEDIATE")
             try:
-                idle = self._now() - self.limits.max_idle_s
-                self._base.execute("DELETE FROM responses WHERE used < ?", (idle,))
+                idle = (self._now() - self.limits.max_idle_s,)
+                gone = base.execute("DELETE FROM responses WHERE used < ?", idle).rowcount
                 found = work(self, *args, **kwargs)
+                base.execute("COMMIT")
             except BaseException:
-                self._base.execute("ROLLBACK")
+                # SQLite may have ended the transaction itself. One that stayed open, as when the
+                # disk is full at its end, would let no other one begin.
+                if base.in_transaction:
+                    base.execute("ROLLBACK")
                 raise
-            self._base.execute("COMMIT")
+            self.dropped[Dropped.IDLE] += gone
             return found
 
+        if self._num_waiting >= MAX_WAITING:
+            raise _unusable("too many calls wait for them")
+        self._num_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+            async with asyncio.timeout(ANSWER_S):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+        except TimeoutError:
+            raise _unusable("they do not answer") from None
         except sqlite3.Error as error:
-            raise Unavailable(
-                f"The stored responses cannot be used now: {error}.", retry_after_s=1.0
-            ) from error
+            raise _unusable(str(error)) from error
+        finally:
+            self._num_waiting -= 1
 
     def _get(self, tenant: str, response_id: str) -> StoredResponse | None:
         where, now = (tenant, response_id), self._now()
@@ -268,9 +330,13 @@ class SqliteStore(ResponseStore):
         self._delete(tenant, response_id)
         limits, now = self.limits, self._now()
         if stored.size > limits.max_tenant_bytes:
+            self.dropped[Dropped.TOO_LARGE] += 1
             return
-        self._make_room("tenant = ?", (tenant,), limits.max_tenant_bytes - stored.size)
-        self._make_room("TRUE", (), limits.max_bytes - stored.size)
+        most_bytes = limits.max_tenant_bytes - stored.size
+        gone = self._make_room("tenant = ?", (tenant,), most_bytes)
+        self.dropped[Dropped.TENANT_SHARE] += gone
+        gone = self._make_room("TRUE", (), limits.max_bytes - stored.size)
+        self.dropped[Dropped.ALL_SHARES] += gone
         self._base.execute(
             "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -280,9 +346,9 @@ class SqliteStore(ResponseStore):
         )
         self._base.execute("PRAGMA incremental_vacuum").fetchall()
 
-    def _make_room(self, where: str, given: tuple[str, ...], most_bytes: int) -> None:
-        """Forgets those that were not used for longest, of a tenant or of all."""
-        query = f"SELECT count(*), coalesce(sum(size), 0) FROM responses WHERE {where}"
+    def _make_room(self, where: str, given: tuple[str, ...], most_bytes: int) -> int:
+        """Forgets those that were not used for longest, of a tenant or of all. Returns how many."""
+        query = f"SELECT {_HELD} FROM responses WHERE {where}"
         count, size = self._base.execute(query, given).fetchone()
         query = f"SELECT rowid, size FROM responses WHERE {where} ORDER BY used"
         gone = []
@@ -292,6 +358,7 @@ class SqliteStore(ResponseStore):
             gone.append((row,))
             count, size = count - 1, size - freed
         self._base.executemany("DELETE FROM responses WHERE rowid = ?", gone)
+        return len(gone)
 
     def _end(self, tenant: str, response_id: str, response: bytes) -> bool:
         query = (
@@ -305,3 +372,7 @@ class SqliteStore(ResponseStore):
     def _delete(self, tenant: str, response_id: str) -> bool:
         query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
         return self._base.execute(query, (tenant, response_id)).rowcount > 0
+
+
+def _unusable(why: str) -> Unavailable:
+    return Unavailable(f"The stored responses cannot be used now: {why}.", retry_after_s=1.0)

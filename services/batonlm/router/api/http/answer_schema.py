@@ -434,6 +434,10 @@ class Ping(StrictStruct, tag_field="type", tag="ping"):
     """Nothing is new."""
 
 
+class ResponseTokens(StrictStruct, tag_field="object", tag="response.input_tokens"):
+    input_tokens: int
+
+
 class CountedTokens(StrictStruct):
     input_tokens: int
 

@@ -47,6 +47,7 @@ from batonlm.router.api.http.body import Bodies, ClientGone
 from batonlm.router.api.http.connect import connect_routes, send_failure, speaks_connect
 from batonlm.router.api.http.explain import explain_endpoint
 from batonlm.router.api.http.generation import Generation, KeptStreamRoute
+from batonlm.router.api.http.json_route import RefusedRoute
 from batonlm.router.api.http.ollama import OLLAMA, PREFIX, ollama_routes
 from batonlm.router.api.http.openai_responses import (
     RESPONSES,
@@ -54,7 +55,11 @@ from batonlm.router.api.http.openai_responses import (
 )
 from batonlm.router.api.http.openapi import openapi_document
 from batonlm.router.api.http.parse import parse_chat, parse_completion
-from batonlm.router.api.http.response_routes import ResponsesRoute, StoredResponseRoute
+from batonlm.router.api.http.response_routes import (
+    InputTokensRoute,
+    ResponsesRoute,
+    StoredResponseRoute,
+)
 from batonlm.router.api.http.responses import (
     OPENAI,
     HttpError,
@@ -163,6 +168,13 @@ class HttpApp:
         stored = StoredResponseRoute(responses)
         posts: dict[str, Any] = {
             "/responses": responses,
+            "/responses/input_tokens": InputTokensRoute(responses),
+            "/responses/compact": RefusedRoute(
+                pipeline,
+                bodies,
+                "/responses/compact",
+                "truncation: auto drops the beginning of what is too long for the model",
+            ),
             "/responses/{id}/cancel": responses.cancel,
             "/chat/completions": Generation(pipeline, bodies, ChatAnswer, parse=parse_chat),
             "/completions": Generation(pipeline, bodies, CompletionAnswer, parse=parse_completion),

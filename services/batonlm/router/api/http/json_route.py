@@ -1,4 +1,4 @@
-"""JsonRoute: a route that answers a JSON body once, without a stream of events."""
+"""Routes that answer a JSON body once, without a stream of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from batonlm.core.admission.admission import Holding
-from batonlm.core.errors import BatonError
+from batonlm.core.errors import BatonError, InvalidArgument
 from batonlm.core.request.request import Request
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.body import Bodies, while_connected
@@ -59,3 +59,18 @@ class JsonRoute(Generic[Given]):
                 )
             except BatonError as error:
                 raise in_client_words(error, client_names(self.kind)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRoute:
+    """An ASGI app in place of a route that an API has and Baton does not: it says why."""
+
+    pipeline: Pipeline
+    bodies: Bodies
+    name: str
+    why: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.bodies.received(scope, receive):
+            with self.pipeline.reading(caller(scope)):
+                raise InvalidArgument(f"{self.name} is not supported: {self.why}")

@@ -45,6 +45,7 @@ from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter, call_arguments
 from batonlm.router.api.http.body import Bodies, from_a_page, while_connected
 from batonlm.router.api.http.generation import Generation, worded
+from batonlm.router.api.http.json_route import RefusedRoute
 from batonlm.router.api.http.parse import GenerationCall, sampling_fields, tool_of
 from batonlm.router.api.http.responses import (
     Failure,
@@ -537,21 +538,6 @@ REFUSED_ROUTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
-    """An ASGI app that refuses in words."""
-
-    pipeline: Pipeline
-    bodies: Bodies
-    name: str
-    why: str
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self.bodies.received(scope, receive):
-            with self.pipeline.reading(caller(scope)):
-                raise InvalidArgument(f"{self.name} is not supported: {self.why}")
-
-
-@dataclass(frozen=True, slots=True)
 class _OfAnyType:
     """An ASGI app that reads bodies as JSON whatever type a program names, as Ollama does: its
     documentation posts with `curl -d`, which sends them as forms. A web page has to send JSON, for
@@ -658,7 +644,7 @@ def ollama_routes(pipeline: Pipeline, bodies: Bodies, created: float) -> list[Ba
         *(
             Route(
                 PREFIX + name,
-                _OfAnyType(_Refusal(pipeline, bodies, PREFIX + name, why)),
+                _OfAnyType(RefusedRoute(pipeline, bodies, PREFIX + name, why)),
                 methods=[method],
             )
             for name, (method, why) in REFUSED_ROUTES.items()

@@ -224,6 +224,12 @@ def _paths() -> Json:
                 },
             }
         },
+        "/v1/responses/input_tokens": _post(
+            "countResponseTokens",
+            "How many tokens a response would begin with",
+            ResponsesBody,
+            answers.ResponseTokens,
+        ),
         "/v1/responses/{id}/input_items": _get(
             "listInputItems",
             "The input of a stored response",

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,10 +23,11 @@ from starlette.types import Receive, Scope, Send
 from batonlm.core.admission.admission import Holding
 from batonlm.core.admission.tenants import Tenant
 from batonlm.core.errors import MOST_LETTERS, BatonError, Internal, NotFound
-from batonlm.core.request.request import Accepted
+from batonlm.core.request.request import Accepted, Request
 from batonlm.core.request.validation import MAX_CHAT_BYTES, MAX_MESSAGES, wrong
 from batonlm.router.api.http.access import caller
 from batonlm.router.api.http.answers import AnswerWriter
+from batonlm.router.api.http.body import while_connected
 from batonlm.router.api.http.generation import GeneratingRoute, View, worded
 from batonlm.router.api.http.openai_responses import (
     ResponsesAnswer,
@@ -38,16 +39,18 @@ from batonlm.router.api.http.openai_responses import (
     responses_call,
 )
 from batonlm.router.api.http.parse import GenerationCall
-from batonlm.router.api.http.responses import Json, encode, send_parts
+from batonlm.router.api.http.responses import Json, encode, send_json, send_parts
 from batonlm.router.api.translation import in_client_words
 from batonlm.router.request.pipeline import EventStream, left
-from batonlm.router.request.response_store import ResponseStore, StoredResponse
+from batonlm.router.request.response_store import Dropped, ResponseStore, StoredResponse
 from batonlm.rpc.logs import named
+from batonlm.rpc.tracing import context_of
 
 log = logging.getLogger(__name__)
 
 MAX_HISTORY_BYTES = 2 * MAX_CHAT_BYTES
-"""Of the responses that one follows, as they are stored. Core bounds what they become."""
+"""Of the items of responses that one follows or refers to, as they are stored. Core bounds what
+they become."""
 MAX_LISTED = 100
 """Items of an input that are listed at a time."""
 MAX_DIGITS = 12
@@ -63,7 +66,7 @@ GRACE_S = 60
 class _Output(msgspec.Struct):
     """What of a stored response its successor needs."""
 
-    output: list[Json]
+    output: msgspec.Raw
 
 
 @dataclass(slots=True)
@@ -90,9 +93,7 @@ class ResponsesRoute(GeneratingRoute):
         before: list[Json] = []
         if body.previous_response_id:
             before = await self._history(tenant, body.previous_response_id, holding)
-        for index, item in enumerate(own):
-            if item["type"] == "item_reference":
-                own[index] = await self._referenced(tenant, item["id"], f"input[{index}].id")
+        own = await self._with_references(tenant, own, holding)
         return responses_call(body, ignored, before, own)
 
     async def keep(self, call: GenerationCall, answer: AnswerWriter) -> None:
@@ -102,7 +103,7 @@ class ResponsesRoute(GeneratingRoute):
             try:
                 await self.store.put(call.requests[0].tenant.name, answer.id, stored)
             except BatonError:
-                log.exception("a response could not be stored", extra=named(answer.id))
+                self._not_stored(answer.id)
 
     async def respond(
         self,
@@ -131,10 +132,10 @@ class ResponsesRoute(GeneratingRoute):
                 raise _not_stored(response_id, name)
             if _runs(stored):
                 raise wrong(name, f"must be of a response that is over, and {response_id} runs")
-            size += stored.size
+            size += _items_size(stored)
             if size > MAX_HISTORY_BYTES:
-                raise wrong(name, f"must be of at most {MAX_HISTORY_BYTES} bytes of responses")
-            holding.grow(stored.size)
+                raise wrong(name, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
+            holding.grow(_items_size(stored))
             items = _items(stored)
             count += len(items)
             if count > MAX_MESSAGES:
@@ -143,13 +144,35 @@ class ResponsesRoute(GeneratingRoute):
             response_id = stored.previous
         return [item for items in reversed(found) for item in items]
 
-    async def _referenced(self, tenant: Tenant, item_id: str, where: str) -> Json:
-        """Returns the item of a stored response, whose id is a part of the item's."""
-        stored = await self.store.get(tenant.name, response_of_item(item_id))
-        for item in _items(stored) if stored is not None else ():
-            if item["id"] == item_id:
-                return item
-        raise NotFound(f"{where} is of no item that is stored here", field=where)
+    async def _with_references(
+        self, tenant: Tenant, own: Sequence[Json], holding: Holding
+    ) -> list[Json]:
+        """Returns the items of an input, with those of stored responses in place of their ids. The
+        id of a response is a part of those of its items."""
+        responses: dict[str, dict[str, Json]] = {}
+        found, size = [], 0
+        for index, item in enumerate(own):
+            if item["type"] != "item_reference":
+                found.append(item)
+                continue
+            where, response_id = f"input[{index}].id", response_of_item(item["id"])
+            if response_id not in responses:
+                stored = await self.store.get(tenant.name, response_id)
+                size += _items_size(stored) if stored is not None else 0
+                if size > MAX_HISTORY_BYTES:
+                    raise wrong(where, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
+                holding.grow(_items_size(stored) if stored is not None else 0)
+                items = _items(stored) if stored is not None else []
+                responses[response_id] = {each["id"]: each for each in items}
+            referenced = responses[response_id].get(item["id"])
+            if referenced is None:
+                raise NotFound(f"{where} is of no item that is stored here", field=where)
+            found.append(referenced)
+        return found
+
+    def _not_stored(self, response_id: str) -> None:
+        self.store.dropped[Dropped.FAILED] += 1
+        log.exception("a response could not be stored", extra=named(response_id))
 
     def _stored(self, call: ResponsesCall, answer: ResponsesAnswer) -> StoredResponse:
         items = named_items(call, answer.id)
@@ -205,7 +228,7 @@ class ResponsesRoute(GeneratingRoute):
                 raise
             await self.store.end(tenant, answer.id, encode(whole))
         except BatonError:
-            log.exception("the end of a response could not be stored", extra=named(answer.id))
+            self._not_stored(answer.id)
         finally:
             self.runs.pop((tenant, answer.id), None)
             await run.stream.aclose()
@@ -304,6 +327,30 @@ class ResponsesRoute(GeneratingRoute):
 
 
 @dataclass(frozen=True, slots=True)
+class InputTokensRoute:
+    """An ASGI app: POST /v1/responses/input_tokens, with the number of tokens that a response would
+    begin with. Raises BatonError or HttpError only before anything is sent."""
+
+    responses: ResponsesRoute
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, responses = caller(scope), self.responses
+        async with responses.bodies.received(scope, receive) as body:
+            with responses.pipeline.reading(tenant):
+                call = await responses.read(body.raw, tenant, body.holding)
+                text = [(name.decode("latin-1"), value) for name, value in scope["headers"]]
+                (request,) = call.of(tenant, context_of(text)).requests
+            body.raw = b""
+            with worded(call):
+                await while_connected(receive, self._count(request, body.holding, send))
+
+    async def _count(self, request: Request, holding: Holding, send: Send) -> None:
+        encoded, _ = await self.responses.pipeline.tokenize(request, holding)
+        count = {"object": "response.input_tokens", "input_tokens": len(encoded.token_ids)}
+        await send_json(send, 200, count)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredResponseRoute:
     """An ASGI app: GET and DELETE of /v1/responses/{id}. Raises BatonError or HttpError only before
     anything is sent."""
@@ -366,7 +413,18 @@ def _document(stored: StoredResponse) -> bytes:
     return encode(document | {"status": "failed", "error": error})
 
 
+def _output(stored: StoredResponse) -> msgspec.Raw:
+    return msgspec.json.decode(stored.response, type=_Output).output
+
+
 def _items(stored: StoredResponse) -> list[Json]:
     """Returns the items of a response's own input and of its output."""
     own: list[Json] = msgspec.json.decode(stored.items)
-    return own + msgspec.json.decode(stored.response, type=_Output).output
+    output: list[Json] = msgspec.json.decode(_output(stored))
+    return own + output
+
+
+def _items_size(stored: StoredResponse) -> int:
+    """Returns the bytes of these items. The rest of the response, such as its tools, is no part of
+    what follows it."""
+    return len(stored.items) + len(bytes(_output(stored)))
