@@ -147,6 +147,15 @@ def test_ollama(served: Served, request: pytest.FixtureRequest, language: str) -
     assert (missing, refused) == (404, 400) and "baton-tiny" in name and "not supported" in why
 
 
+def test_ollamas_curl_names_no_type(served: Served) -> None:
+    """As in its documentation: `-d` sends the type of a form."""
+    asked = {"model": "baton-tiny", "messages": MESSAGES, "stream": False}
+    key = f"authorization: Bearer {served.key}"
+    where = f"{served.relay.http}/api/chat"
+    got = json.loads(served.run("curl", "-sS", where, "-H", key, "-d", json.dumps(asked)))
+    assert got["done"] and got["message"]["content"]
+
+
 def test_litellm(served: Served, python_clients: Path) -> None:
     script = SCRIPTS / "with_litellm.py"
     # Without this it first asks the internet for prices.

@@ -82,6 +82,46 @@ def test_parallel_calls_are_read_as_the_model_likes(client: openai.OpenAI) -> No
     assert made == [("ring", "{}"), ("take_note", '{"kind": "big"}')]
 
 
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+REPORT = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["sunny", "snowy"]}, "warm": {"type": "boolean"}},
+    "required": ["sky", "warm"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_is_calls_or_follows_its_schema(client: openai.OpenAI) -> None:
+    """The model decides: it calls, and answers from the result."""
+    schema: Any = {"name": "report", "schema": REPORT}
+    form: Any = {"type": "json_schema", "json_schema": schema}
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    asked: Any = {"tools": [WEATHER], "response_format": form, "temperature": 0}
+    (choice,) = client.chat.completions.create(
+        model="baton-tiny", messages=messages, **asked
+    ).choices
+    assert choice.finish_reason == "tool_calls"
+    (made,) = choice.message.tool_calls or ()
+    assert json.loads(made.function.arguments) == {"city": "Paris"}
+    result = '{"temperature": 21, "condition": "sunny"}'
+    messages += [choice.message, {"role": "tool", "tool_call_id": made.id, "content": result}]
+    (choice,) = client.chat.completions.create(
+        model="baton-tiny", messages=messages, **asked
+    ).choices
+    assert choice.finish_reason == "stop" and choice.message.content
+    validate(json.loads(choice.message.content), REPORT)
+
+
 def test_parameters_that_cannot_be_followed_are_named(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, tools=BAD, tool_choice="required")

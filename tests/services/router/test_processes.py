@@ -223,6 +223,56 @@ async def test_a_stream_goes_on_at_whichever_process_is_reached(world: World) ->
         assert set(codes) <= {200, 404}
 
 
+RESPONSES = "/v1/responses"
+
+
+@pytest.mark.deep
+async def test_a_response_is_found_and_continued_at_whichever_process_is_reached(
+    world: World,
+) -> None:
+    world.add()
+    async with router_process(world, "--processes=2") as router:
+        first = (await ask(router, RESPONSES, input="a", max_output_tokens=3)).json()
+        path, previous = f"{RESPONSES}/{first['id']}", {"previous_response_id": first["id"]}
+        # Were they not shared, half of these would fail.
+        for number in range(8):
+            assert (await ask(router, path)).json() == first
+            listed = await ask(router, f"{path}/input_items")
+            assert listed.json()["data"][0]["content"][0]["text"] == "a"
+            asked = {"input": str(number), "max_output_tokens": 3}
+            assert (await ask(router, RESPONSES, **asked, **previous)).status_code == 200
+            counted = await ask(router, f"{RESPONSES}/input_tokens", **asked, **previous)
+            assert counted.json()["input_tokens"] > first["usage"]["total_tokens"]
+        told = await router.metrics()
+        assert told["baton_stored_responses"] == 9
+        assert told["baton_stored_response_bytes"] > 9 * len(json.dumps(first))
+        assert told['baton_responses_dropped_total{reason="failed"}'] == 0
+
+
+@pytest.mark.deep
+async def test_a_response_in_the_background_ends_at_whichever_process_is_reached(
+    world: World,
+) -> None:
+    world.add()
+    (decode,) = world.decodes
+    async with router_process(world, "--processes=2") as router:
+        decode.stepping.clear()
+        body: dict[str, Any] = {"input": "a", "background": True}
+        begun = [(await ask(router, RESPONSES, **body)).json() for _ in range(6)]
+        for response in begun:
+            path = f"{RESPONSES}/{response['id']}"
+            for _ in range(3):
+                assert (await ask(router, path)).json()["status"] == "in_progress"
+            ended = await ask(router, f"{path}/cancel", headers={}, ignored=True)
+            assert ended.json()["status"] == "cancelled"
+        # The process that runs one sees in the file that it is cancelled.
+        await router.until(lambda told: told["baton_requests_open"] == 0)
+        for response in begun:
+            shown = await ask(router, f"{RESPONSES}/{response['id']}")
+            assert shown.json()["status"] == "cancelled"
+        decode.stepping.set()
+
+
 @pytest.mark.deep
 async def test_a_tenants_quota_is_that_of_one_router(world: World, tmp_path: Path) -> None:
     world.add()

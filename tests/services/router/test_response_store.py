@@ -127,6 +127,17 @@ async def test_a_run_ends_once(store: ResponseStore) -> None:
     assert not await store.end("a", "2", b"end") and not await store.get("a", "2")
 
 
+async def test_a_chain_is_read_as_far_as_it_goes(store: ResponseStore) -> None:
+    one, two, three = stored(10), stored(11, previous="1"), stored(12, previous="2")
+    for name, each in (("1", one), ("2", two), ("3", three), ("turn", stored(9, previous="turn"))):
+        await store.put("a", name, each)
+    assert await store.chain("a", "3") == [three, two, one]
+    assert await store.chain("b", "3") == await store.chain("a", "none") == []
+    assert len(await store.chain("a", "turn")) == response_store.MAX_OF_TENANT
+    await store.delete("a", "1")
+    assert await store.chain("a", "3") == [three, two]
+
+
 async def test_what_is_held_and_dropped_is_counted(store: ResponseStore, clock: Clock) -> None:
     assert store.held() == (0, 0)
     for number in range(6):
@@ -156,7 +167,7 @@ async def test_nothing_is_stored_without_room(tmp_path: Path) -> None:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["put", "get", "end", "delete", "wait"]),
+            st.sampled_from(["put", "get", "chain", "end", "delete", "wait"]),
             st.sampled_from("abcdef"),
             st.sampled_from("123"),
             st.integers(2, 110),
@@ -176,6 +187,8 @@ def test_both_stores_do_the_same(
                 return None
             case "end":
                 return await store.end(tenant, response_id, one.response)
+            case "chain":
+                return await store.chain(tenant, response_id)
             case "delete":
                 return await store.delete(tenant, response_id)
             case _:
@@ -187,7 +200,7 @@ def test_both_stores_do_the_same(
         stores = MemoryStore(LIMITS, clock), SqliteStore(str(file), LIMITS, clock)
         for what, tenant, response_id, size in steps:
             clock.now += size if what == "wait" else 0
-            one = stored(size, runs_until=size % 2)
+            one = stored(size, runs_until=size % 2, previous=("", "1", "2")[size % 3])
             done = [await step(store, what, tenant, response_id, one) for store in stores]
             assert done[0] == done[1]
         for store in stores:

@@ -344,6 +344,7 @@ def test_calls_with_their_outputs_between_are_two_turns() -> None:
             "input[0].content[0].type",
         ),
         ({"input": [output("none")]}, "input[0].call_id"),
+        ({"input": [said("")] * 5000}, "input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         (
             {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAA_"}]},
@@ -709,7 +710,14 @@ async def test_input_is_listed_in_pages(http: httpx.AsyncClient) -> None:
     assert await page(order="asc", limit=2, after=every[1]) == every[2:4]
     assert await page(after=every[1]) == every[:1]
     assert await page(after=every[0]) == []
-    for query in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "x"}):
+    for query in (
+        {"limit": 0},
+        {"limit": 101},
+        {"limit": "x"},
+        {"limit": "9" * 5000},
+        {"order": "up"},
+        {"after": "x"},
+    ):
         refused = await http.get(where, params=query)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(query)))
 

@@ -95,6 +95,9 @@ class ResponseStore(Protocol):
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None: ...
 
+    async def chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        """Returns a response and those that it follows, newest first, as far as they are there."""
+
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         """Stores a new response, or nothing if it is larger than a tenant's share."""
 
@@ -106,6 +109,14 @@ class ResponseStore(Protocol):
         """Returns whether there was one."""
 
     async def close(self) -> None: ...
+
+
+def _chain(get: Callable[[str], StoredResponse | None], response_id: str) -> list[StoredResponse]:
+    found = list[StoredResponse]()
+    while response_id and len(found) < MAX_OF_TENANT and (stored := get(response_id)) is not None:
+        found.append(stored)
+        response_id = stored.previous
+    return found
 
 
 class MemoryStore(ResponseStore):
@@ -130,6 +141,9 @@ class MemoryStore(ResponseStore):
         return len(self._all), self._bytes
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        return self._get(tenant, response_id)
+
+    def _get(self, tenant: str, response_id: str) -> StoredResponse | None:
         self._forget_idle()
         found = self._all.get((tenant, response_id))
         if found is None:
@@ -138,6 +152,9 @@ class MemoryStore(ResponseStore):
         self._all.move_to_end((tenant, response_id))
         self._of[tenant].move_to_end(response_id)
         return found[0]
+
+    async def chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        return _chain(lambda each: self._get(tenant, each), response_id)
 
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         self._put(tenant, response_id, stored)
@@ -261,6 +278,9 @@ class SqliteStore(ResponseStore):
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         return await self._run(SqliteStore._get, tenant, response_id)
 
+    async def chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        return await self._run(SqliteStore._chain, tenant, response_id)
+
     async def put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         await self._run(SqliteStore._put, tenant, response_id, stored)
 
@@ -325,6 +345,9 @@ class SqliteStore(ResponseStore):
             "UPDATE responses SET used = ? WHERE tenant = ? AND id = ?", (now, *where)
         )
         return StoredResponse(*row)
+
+    def _chain(self, tenant: str, response_id: str) -> list[StoredResponse]:
+        return _chain(lambda each: self._get(tenant, each), response_id)
 
     def _put(self, tenant: str, response_id: str, stored: StoredResponse) -> None:
         self._delete(tenant, response_id)

@@ -41,7 +41,7 @@ from batonlm.core.request.request import (
     ToolChoice,
     ToolUse,
 )
-from batonlm.core.request.validation import wrong
+from batonlm.core.request.validation import MAX_MESSAGES, wrong
 from batonlm.router.api.http.answers import AnswerWriter, token_logprobs
 from batonlm.router.api.http.parse import TOOL_USES, GenerationCall, json_schema, sampling_fields
 from batonlm.router.api.http.responses import (
@@ -196,6 +196,8 @@ _INCLUDES = frozenset(
 )
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TRUNCATIONS = ("auto", "disabled")
+MAX_ITEMS = 2 * MAX_MESSAGES
+"""Of an input. Core bounds the messages that they become, and several may be one."""
 MAX_METADATA, MAX_KEY, MAX_VALUE = 16, 64, 512
 """Pairs of metadata, and letters of each, as OpenAI has them."""
 _NAMES = {
@@ -406,6 +408,8 @@ def input_items(given: str | list[ResponsesItem] | None) -> list[Json]:
         raise wrong("input", "is required")
     if isinstance(given, str):
         return [_message("user", [{"type": "input_text", "text": given}])]
+    if len(given) > MAX_ITEMS:
+        raise wrong("input", f"must have at most {MAX_ITEMS} items")
     return [_item(f"input[{index}]", item) for index, item in enumerate(given)]
 
 

@@ -126,10 +126,7 @@ class ResponsesRoute(GeneratingRoute):
         """Returns the items of a response and of all that it follows, oldest first."""
         name, found = "previous_response_id", list[list[Json]]()
         size = count = 0
-        while response_id:
-            stored = await self.store.get(tenant.name, response_id)
-            if stored is None:
-                raise _not_stored(response_id, name)
+        for stored in await self.store.chain(tenant.name, response_id):
             if _runs(stored):
                 raise wrong(name, f"must be of a response that is over, and {response_id} runs")
             size += _items_size(stored)
@@ -142,6 +139,8 @@ class ResponsesRoute(GeneratingRoute):
                 raise wrong(name, f"must be of at most {MAX_MESSAGES} items")
             found.append(items)
             response_id = stored.previous
+        if response_id:
+            raise _not_stored(response_id, name)
         return [item for items in reversed(found) for item in items]
 
     async def _with_references(
@@ -306,7 +305,10 @@ class ResponsesRoute(GeneratingRoute):
         )
         if order not in ("asc", "desc"):
             raise wrong("order", "must be asc or desc")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:
+        number = (
+            int(limit) if limit.isascii() and limit.isdigit() and len(limit) < MAX_DIGITS else 0
+        )
+        if not 1 <= number <= MAX_LISTED:
             raise wrong("limit", f"must be from 1 to {MAX_LISTED}")
         if order == "desc":
             items.reverse()
@@ -315,7 +317,7 @@ class ResponsesRoute(GeneratingRoute):
             if after not in ids:
                 raise wrong("after", "must be the id of an item of this input")
             items = items[ids.index(after) + 1 :]
-        page = items[: int(limit)]
+        page = items[:number]
         document = {
             "object": "list",
             "data": page,
