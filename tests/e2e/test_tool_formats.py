@@ -143,6 +143,7 @@ def messages(client: httpx.Client, stream: bool) -> Said:
         for block in blocks:
             if block["type"] == "tool_use":
                 block["input"] = json.loads(block["json"])
+        assert events[-1]["type"] == "message_stop", events[-1]
         end = events[-2]["delta"]["stop_reason"]
     return Said(
         "".join(block.get("thinking", "") for block in blocks),
@@ -221,8 +222,11 @@ def check(client: httpx.Client, *, thinks: bool) -> None:
     for api, end in APIS:
         whole, streamed = api(client, False), api(client, True)
         assert whole == streamed, api.__name__
-        ((name, arguments),) = whole.calls
-        assert name == NAME and whole.end == end and not whole.content.strip()
+        # Where it cannot be bound to one, the model may call until the answer is full.
+        assert len(whole.calls) == 1 or api is ollama
+        assert whole.end == end or len(whole.calls) > 1
+        name, arguments = whole.calls[0]
+        assert name == NAME and not whole.content.strip()
         validate(arguments, PARAMETERS)
         assert bool(whole.thoughts) is thinks
         found.append((whole.thoughts, whole.calls))

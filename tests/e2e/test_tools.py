@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
@@ -103,21 +103,26 @@ REPORT = {
 
 def test_an_answer_is_calls_or_follows_its_schema(client: openai.OpenAI) -> None:
     """The model decides: it calls, and answers from the result."""
-    schema: Any = {"name": "report", "schema": REPORT}
-    form: Any = {"type": "json_schema", "json_schema": schema}
+    form = {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    asked: Any = {"tools": [WEATHER], "response_format": form, "temperature": 0}
-    (choice,) = client.chat.completions.create(
-        model="baton-tiny", messages=messages, **asked
-    ).choices
+
+    def answer() -> Any:
+        (choice,) = client.chat.completions.create(
+            model="baton-tiny",
+            messages=messages,
+            tools=[WEATHER],
+            response_format=cast(Any, form),
+            temperature=0,
+        ).choices
+        return choice
+
+    choice = answer()
     assert choice.finish_reason == "tool_calls"
-    (made,) = choice.message.tool_calls or ()
+    (made,) = choice.message.tool_calls
     assert json.loads(made.function.arguments) == {"city": "Paris"}
     result = '{"temperature": 21, "condition": "sunny"}'
     messages += [choice.message, {"role": "tool", "tool_call_id": made.id, "content": result}]
-    (choice,) = client.chat.completions.create(
-        model="baton-tiny", messages=messages, **asked
-    ).choices
+    choice = answer()
     assert choice.finish_reason == "stop" and choice.message.content
     validate(json.loads(choice.message.content), REPORT)
 

@@ -233,15 +233,16 @@ async def test_a_response_is_found_and_continued_at_whichever_process_is_reached
     world.add()
     async with router_process(world, "--processes=2") as router:
         first = (await ask(router, RESPONSES, input="a", max_output_tokens=3)).json()
-        path, previous = f"{RESPONSES}/{first['id']}", {"previous_response_id": first["id"]}
+        path = f"{RESPONSES}/{first['id']}"
         # Were they not shared, half of these would fail.
         for number in range(8):
             assert (await ask(router, path)).json() == first
             listed = await ask(router, f"{path}/input_items")
             assert listed.json()["data"][0]["content"][0]["text"] == "a"
-            asked = {"input": str(number), "max_output_tokens": 3}
-            assert (await ask(router, RESPONSES, **asked, **previous)).status_code == 200
-            counted = await ask(router, f"{RESPONSES}/input_tokens", **asked, **previous)
+            asked: Any = {"input": str(number), "previous_response_id": first["id"]}
+            asked["max_output_tokens"] = 3
+            assert (await ask(router, RESPONSES, **asked)).status_code == 200
+            counted = await ask(router, f"{RESPONSES}/input_tokens", **asked)
             assert counted.json()["input_tokens"] > first["usage"]["total_tokens"]
         told = await router.metrics()
         assert told["baton_stored_responses"] == 9

@@ -649,7 +649,7 @@ async def test_tools_of_earlier_turns_are_no_part_of_a_conversation(
     async with served(frontend, MemoryStore()) as http:
         previous = None
         for _ in range(12):
-            asked = {"input": "ab", "tools": [tool], "previous_response_id": previous}
+            asked: Any = {"input": "ab", "tools": [tool], "previous_response_id": previous}
             asked["max_output_tokens"] = 4
             answer = await http.post(PATH, json=asked)
             assert answer.status_code == 200, answer.text

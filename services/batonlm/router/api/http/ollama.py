@@ -549,7 +549,8 @@ class _OfAnyType:
         headers = scope["headers"]
         if not from_a_page(dict(headers)):
             # No type counts as JSON.
-            scope = scope | {"headers": [each for each in headers if each[0] != b"content-type"]}
+            headers = [each for each in headers if each[0] != b"content-type"]
+            scope = {**scope, "headers": headers}
         await self.app(scope, receive, send)
 
 

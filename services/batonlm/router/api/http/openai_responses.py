@@ -425,11 +425,10 @@ def _item(where: str, given: ResponsesItem) -> Json:
             role = required(f"{where}.role", given.role)
             if role not in _ROLES:
                 raise wrong(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-            content = required(f"{where}.content", given.content)
             text = {"type": "output_text", "annotations": []}
             if role != "assistant":
                 text = {"type": "input_text"}
-            texts = _texts(f"{where}.content", content)
+            texts = _texts(f"{where}.content", given.content)
             made = _message(role, [text | {"text": part} for part in texts])
         case "function_call":
             made = {
@@ -440,7 +439,7 @@ def _item(where: str, given: ResponsesItem) -> Json:
                 "status": given.status or "completed",
             }
         case "function_call_output":
-            texts = _texts(f"{where}.output", required(f"{where}.output", given.output))
+            texts = _texts(f"{where}.output", given.output)
             made = {
                 "type": kind,
                 "call_id": required(f"{where}.call_id", given.call_id),
@@ -468,7 +467,9 @@ def _item(where: str, given: ResponsesItem) -> Json:
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def _texts(name: str, content: str | list[ResponsesPart]) -> list[str]:
+def _texts(name: str, content: str | list[ResponsesPart] | None) -> list[str]:
+    if content is None:
+        raise wrong(name, "is required")
     if isinstance(content, str):
         return [content]
     found = []
