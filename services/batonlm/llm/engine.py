@@ -198,18 +198,10 @@ class Engine:
     async def _add(self, jobs: Sequence[Job]) -> None:
         compiled: list[tuple[Job, CompiledGrammar | None]] = []
         for job in jobs:
-            grammar, asked = job.attempts[0].grammar, job.asked_grammar
             try:
-                if grammar is not asked:
-                    # What is wrong with it is not the tools' fault.
-                    await self._book.compiled(asked)
+                compiled.append((job, await self._book.compiled(job.attempts[0].grammar)))
             except BatonError as error:
-                self._end(job, error)
-                continue
-            try:
-                compiled.append((job, await self._book.compiled(grammar)))
-            except BatonError as error:
-                self._end(job, error if grammar is asked else _about_tools(error))
+                self._end(job, _about_tools(error) if job.tools_bind else error)
         ready = [(job, job.attempts[0], grammar) for job, grammar in compiled if self._runs(job)]
 
         def add(loop: EngineLoop) -> list[tuple[Job, BatonError]]:

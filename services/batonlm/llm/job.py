@@ -134,10 +134,10 @@ class Job:
         it beside the model. Raises InvalidArgument,
         naming the field, for a request that the model cannot run."""
         answers = AnswerRules().of(request, model.answer_format, left_open=encoded.reasoning_open)
-        self.asked_grammar = request.grammar
-        """What the request asks for, without what its tools and its reasoning add."""
-        if answers is not None:
-            request = replace(request, grammar=answers.grammar(request.grammar))
+        self.tools_bind = answers is not None and request.grammar is None
+        """Whether the grammar comes from the request's tools."""
+        if answers is not None and self.tools_bind:
+            request = replace(request, grammar=answers.grammar(None))
         prompt, _ = truncated(request, tuple(encoded.token_ids), b"", model)
         stop = resolve_stop(request, len(prompt), model)
         if answers is not None:
