@@ -222,12 +222,12 @@ def check(client: httpx.Client, *, thinks: bool) -> None:
     for api, end in APIS:
         whole, streamed = api(client, False), api(client, True)
         assert whole == streamed, api.__name__
-        # Where it cannot be bound to one, the model may call until the answer is full.
-        assert len(whole.calls) == 1 or api is ollama
-        assert whole.end == end or len(whole.calls) > 1
         name, arguments = whole.calls[0]
-        assert name == NAME and not whole.content.strip()
+        assert name == NAME
         validate(arguments, PARAMETERS)
+        # Where it cannot be bound to one call, the model may go on until the answer is full.
+        if len(whole.calls) == 1 or api is not ollama:
+            assert whole.end == end and len(whole.calls) == 1 and not whole.content.strip()
         assert bool(whole.thoughts) is thinks
         found.append((whole.thoughts, whole.calls))
     # The same prompt, greedily followed by the same grammar.

@@ -93,6 +93,8 @@ WEATHER: Any = {
         },
     },
 }
+TOOL_CALL = "8"
+"""The bundled model's token `<tool_call>`."""
 REPORT = {
     "type": "object",
     "properties": {"sky": {"enum": ["sunny", "snowy"]}, "warm": {"type": "boolean"}},
@@ -102,28 +104,28 @@ REPORT = {
 
 
 def test_an_answer_is_calls_or_follows_its_schema(client: openai.OpenAI) -> None:
-    """The model decides: it calls, and answers from the result."""
+    """The model decides: it calls where a tool helps, and else answers, as it must."""
     form = {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}
-    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
 
-    def answer() -> Any:
+    def answer(question: str, **more: Any) -> Any:
+        messages: list[Any] = [{"role": "user", "content": question}]
         (choice,) = client.chat.completions.create(
             model="baton-tiny",
             messages=messages,
             tools=[WEATHER],
             response_format=cast(Any, form),
             temperature=0,
+            **more,
         ).choices
         return choice
 
-    choice = answer()
+    choice = answer("What is the weather in Paris?")
     assert choice.finish_reason == "tool_calls"
     (made,) = choice.message.tool_calls
     assert json.loads(made.function.arguments) == {"city": "Paris"}
-    result = '{"temperature": 21, "condition": "sunny"}'
-    messages += [choice.message, {"role": "tool", "tool_call_id": made.id, "content": result}]
-    choice = answer()
-    assert choice.finish_reason == "stop" and choice.message.content
+    # The token that begins calls is ruled out.
+    choice = answer("What is the weather in Paris?", logit_bias={TOOL_CALL: -100})
+    assert choice.finish_reason == "stop" and not choice.message.tool_calls
     validate(json.loads(choice.message.content), REPORT)
 
 
