@@ -93,7 +93,7 @@ WEATHER: Any = {
         },
     },
 }
-TOOL_CALL = "8"
+TOOL_CALL = "2046"
 """The bundled model's token `<tool_call>`."""
 REPORT = {
     "type": "object",

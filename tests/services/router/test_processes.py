@@ -259,7 +259,7 @@ async def test_a_response_in_the_background_ends_at_whichever_process_is_reached
     async with router_process(world, "--processes=2") as router:
         # It goes no further, and so ends by nothing else.
         decode.last_position = 2
-        body: dict[str, Any] = {"input": "a" * 40, "background": True}
+        body: dict[str, Any] = {"input": language.says("word " * 9), "background": True}
         begun = [(await ask(router, RESPONSES, **body)).json() for _ in range(6)]
         for response in begun:
             path = f"{RESPONSES}/{response['id']}"
