@@ -262,12 +262,14 @@ class TorchRunner:
         """Drops weights and KV; the runner is not used after."""
         self._running.clear()
         self._swap.close()
-        if self._drafting is not None:
-            self._drafting.close()
+        # A second call finds nothing left.
+        drafting: TorchRunner | None = self.__dict__.pop("_drafting", None)
+        if drafting is not None:
+            drafting.close()
         for name in (
             *("_graphs", "_adapted_graphs", "_adapters"),
             *("_network", "_backend", "memory"),
-            *("draft_model", "_drafting", "_head"),
+            *("draft_model", "_head"),
         ):
             self.__dict__.pop(name, None)
 

@@ -46,6 +46,7 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
     "prefix_host_mib": (15, "prefix_host_bytes", 15 * MIB),
     "adapter_memory_mib": (11, "adapter_memory_bytes", 11 * MIB),
     "adapter_host_mib": (13, "adapter_host_bytes", 13 * MIB),
+    "speculation": ("heads", "heads", True),
 }
 
 
