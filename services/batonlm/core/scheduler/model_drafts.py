@@ -12,6 +12,7 @@ probably save are worth more than the time that it takes, so a step has as many 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -392,6 +393,9 @@ def _class_of(probability: float) -> int:
     return min(_CLASSES - 1, int(probability * _CLASSES))
 
 
+_Find = Callable[[Many[Wish], Prices], list[Draft]]
+
+
 class Drafters:
     """A Drafter that looks up, and has a model compute where that is worth more."""
 
@@ -412,32 +416,27 @@ class Drafters:
         return self._model.behind_s
 
     def draft(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
-        found = self._ngram.draft(wishes, prices)
-        asked = self._without(found, wishes)
-        drafts = self._model.draft([wishes[i] for i in asked], prices)
-        return self._better(found, asked, drafts)
+        return self._better(self._ngram.draft, self._model.draft, wishes, prices)
 
     def peek(self, wishes: Many[Wish], prices: Prices) -> list[Draft]:
-        found = self._ngram.peek(wishes, prices)
-        asked = self._without(found, wishes)
-        drafts = self._model.peek([wishes[i] for i in asked], prices)
-        return self._better(found, asked, drafts)
+        return self._better(self._ngram.peek, self._model.peek, wishes, prices)
 
     def forget(self, sequence_id: int) -> None:
         self._ngram.forget(sequence_id)
         self._model.forget(sequence_id)
 
-    def _without(self, found: list[Draft], wishes: Many[Wish]) -> list[int]:
-        """Those for which the model will probably find more."""
+    def _better(
+        self, look_up: _Find, compute: _Find, wishes: Many[Wish], prices: Prices
+    ) -> list[Draft]:
+        """What look-up finds, or the model where that is worth more. It is asked where it will
+        probably find more."""
+        found = look_up(wishes, prices)
         asked = []
         for i, (draft, wish) in enumerate(zip(found, wishes, strict=True)):
             hopes = [self._model.hope(wish)] * min(wish.most, MOST_DRAFTS)
             if sum(worths(draft.odds)) < sum(worths(hopes)):
                 asked.append(i)
-        return asked
-
-    def _better(self, found: list[Draft], asked: list[int], drafts: list[Draft]) -> list[Draft]:
-        for i, draft in zip(asked, drafts, strict=True):
+        for i, draft in zip(asked, compute([wishes[i] for i in asked], prices), strict=True):
             if sum(worths(draft.odds)) > sum(worths(found[i].odds)):
                 found[i] = draft
         return found

@@ -129,11 +129,13 @@ class ResponsesRoute(GeneratingRoute):
         for stored in await self.store.chain(tenant.name, response_id):
             if _runs(stored):
                 raise wrong(name, f"must be of a response that is over, and {response_id} runs")
-            size += _items_size(stored)
+            output = _output(stored)
+            own_size = _items_size(stored, output)
+            size += own_size
             if size > MAX_HISTORY_BYTES:
                 raise wrong(name, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
-            holding.grow(_items_size(stored))
-            items = _items(stored)
+            holding.grow(own_size)
+            items = _items(stored, output)
             count += len(items)
             if count > MAX_MESSAGES:
                 raise wrong(name, f"must be of at most {MAX_MESSAGES} items")
@@ -157,11 +159,15 @@ class ResponsesRoute(GeneratingRoute):
             where, response_id = f"input[{index}].id", response_of_item(item["id"])
             if response_id not in responses:
                 stored = await self.store.get(tenant.name, response_id)
-                size += _items_size(stored) if stored is not None else 0
-                if size > MAX_HISTORY_BYTES:
-                    raise wrong(where, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
-                holding.grow(_items_size(stored) if stored is not None else 0)
-                items = _items(stored) if stored is not None else []
+                items: list[Json] = []
+                if stored is not None:
+                    output = _output(stored)
+                    own_size = _items_size(stored, output)
+                    size += own_size
+                    if size > MAX_HISTORY_BYTES:
+                        raise wrong(where, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
+                    holding.grow(own_size)
+                    items = _items(stored, output)
                 responses[response_id] = {each["id"]: each for each in items}
             referenced = responses[response_id].get(item["id"])
             if referenced is None:
@@ -419,14 +425,14 @@ def _output(stored: StoredResponse) -> msgspec.Raw:
     return msgspec.json.decode(stored.response, type=_Output).output
 
 
-def _items(stored: StoredResponse) -> list[Json]:
+def _items(stored: StoredResponse, output: msgspec.Raw) -> list[Json]:
     """Returns the items of a response's own input and of its output."""
     own: list[Json] = msgspec.json.decode(stored.items)
-    output: list[Json] = msgspec.json.decode(_output(stored))
-    return own + output
+    made: list[Json] = msgspec.json.decode(output)
+    return own + made
 
 
-def _items_size(stored: StoredResponse) -> int:
+def _items_size(stored: StoredResponse, output: msgspec.Raw) -> int:
     """Returns the bytes of these items. The rest of the response, such as its tools, is no part of
     what follows it."""
-    return len(stored.items) + len(bytes(_output(stored)))
+    return len(stored.items) + len(memoryview(output))
