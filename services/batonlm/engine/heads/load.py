@@ -25,7 +25,7 @@ def make_head(network: Any, settings: Any) -> Any:
     text, name = settings.get_text_config(), settings.model_type
     if name not in FAMILIES:
         raise InvalidArgument(
-            f"{name}: no heads of such models are computed, of {', '.join(FAMILIES)} they are",
+            f"{name}: no heads of such models are computed, only of {', '.join(FAMILIES)}",
             field="heads",
         )
     if not getattr(text, "num_mtp_layers", None):
