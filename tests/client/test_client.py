@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Any
 
 import pytest
@@ -24,17 +23,11 @@ from batonlm.client import (
     Unavailable,
 )
 from batonlm.core.request.request import Request
+from tests.nobody import nobody
 from tests.services.router_http.scripted import ADAPTER, MODEL, Scripted, whole_answer
 from tests.services.router_http.test_timings import TIMES
 
 ANSWER = whole_answer("<user>hello", 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def test_events_are_typed_and_in_order(address: str, frontend: Scripted) -> None:
@@ -224,20 +217,20 @@ async def test_a_name_for_two_models_is_asked_without_ids(
 
 async def test_the_next_router_is_asked_when_one_is_away(address: str, frontend: Scripted) -> None:
     """Though `most` is 0: that counts rounds over all of them."""
-    nobody = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     none = Retries(most=0)
-    async with AsyncClient([*nobody, address], retries=none) as client:
-        assert await client.chat("hello").text() == ANSWER
-        assert [model.name for model in await client.models()] == [MODEL.name, ADAPTER.name]
-    with pytest.raises(Unavailable):
-        async with AsyncClient(nobody, retries=none) as client:
-            await client.chat("hello").text()
+    with nobody() as one, nobody() as other:
+        async with AsyncClient([one, other, address], retries=none) as client:
+            assert await client.chat("hello").text() == ANSWER
+            assert [model.name for model in await client.models()] == [MODEL.name, ADAPTER.name]
+        with pytest.raises(Unavailable):
+            async with AsyncClient([one, other], retries=none) as client:
+                await client.chat("hello").text()
 
-    def ask() -> str:
-        with Client([*nobody, address], retries=none) as client:
-            return client.chat("hello").text
+        def ask() -> str:
+            with Client([one, other, address], retries=none) as client:
+                return client.chat("hello").text
 
-    assert await asyncio.to_thread(ask) == ANSWER
+        assert await asyncio.to_thread(ask) == ANSWER
     with pytest.raises(InvalidArgument) as caught:
         Client([])
     assert caught.value.field == "address"

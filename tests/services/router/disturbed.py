@@ -9,7 +9,7 @@ from batonlm.core.routing.load import WorkerState
 from batonlm.router.request.pipeline import EventStream
 from batonlm.testing import language
 from batonlm.testing.scripted import ScriptedDecode
-from tests.services.router.conftest import PATIENCE_S, Answer, World
+from tests.services.router.conftest import PATIENCE_S, Answer, World, until
 
 PROMPT = "the cat sat on the mat"
 IDS = tuple(PROMPT.encode())
@@ -17,7 +17,9 @@ REQUEST = Request(TextPrompt(PROMPT), seed=3, max_tokens=120, ignore_eos=True)
 EXPECTED, _ = language.answer(IDS, 3, 0, 120, ignore_eos=True)
 TEXT = language.text_of(EXPECTED)
 STEP_S = 0.005
-"""Long enough for a drain to be seen before the answer ends."""
+"""Long enough for a drain to be seen in mid-answer, as a rule."""
+HELD_AT = 40
+"""Where an answer waits for a drain that is seen late, on a machine that is busy elsewhere."""
 
 
 def check(answer: Answer, n: int = 1) -> None:
@@ -70,12 +72,28 @@ def busy(world: World) -> ScriptedDecode:
     return next(decode for decode in world.decodes if decode.holds())
 
 
+async def begin_to_move(
+    world: World, request: Request
+) -> tuple[EventStream, Answer, ScriptedDecode]:
+    """As `begin`, and the decode worker that it runs on, for `drain`."""
+    for decode in world.decodes:
+        decode.step_s, decode.last_position = STEP_S, HELD_AT
+    stream, answer = await begin(world, request, 5)
+    return stream, answer, busy(world)
+
+
+async def drain(world: World, leaving: ScriptedDecode, sequences: int = 1) -> None:
+    """Returns when the router has asked for so many sequences of the worker that drains."""
+    leaving.state = WorkerState.DRAINING
+    await until(lambda: len(leaving.wishes) >= sequences)
+    for decode in world.decodes:
+        decode.last_position = None
+
+
 async def moved(world: World) -> Answer:
     """A right answer that was begun by one of two decode workers, which then left."""
     await world.start(decodes=2)
-    for decode in world.decodes:
-        decode.step_s = STEP_S
-    stream, answer = await begin(world, REQUEST, 5)
-    busy(world).state = WorkerState.DRAINING
+    stream, answer, leaving = await begin_to_move(world, REQUEST)
+    await drain(world, leaving)
     check(await finish(stream, answer))
     return answer

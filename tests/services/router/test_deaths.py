@@ -90,9 +90,9 @@ async def test_the_only_decode_worker_dies_and_comes_back_as_another(world: Worl
 async def test_a_broken_session_is_resumed(world: World) -> None:
     """The worker lives: nothing is run again."""
     await world.start()
-    world.decodes[0].step_s = 0.005
-    stream, answer = await begin(world, replace(REQUEST, n=2))
-    world.decodes[0].break_stream.set()
+    stream, answer, decode = await begin_and_pause(world, replace(REQUEST, n=2))
+    decode.break_stream.set()
+    decode.last_position = None
     check(await finish(stream, answer), 2)
     assert [start.attempt for start in world.decodes[0].starts] == [0]
     assert len(world.decodes[0].hellos) == 2
@@ -101,10 +101,10 @@ async def test_a_broken_session_is_resumed(world: World) -> None:
 
 async def test_a_resumed_session_that_lost_a_sequence_runs_it_again(world: World) -> None:
     await world.start()
-    world.decodes[0].step_s = 0.005
-    stream, answer = await begin(world, REQUEST)
-    world.decodes[0].running.clear()
-    world.decodes[0].break_stream.set()
+    stream, answer, decode = await begin_and_pause(world, REQUEST)
+    decode.running.clear()
+    decode.break_stream.set()
+    decode.last_position = None
     check(await finish(stream, answer))
     assert [start.attempt for start in world.decodes[0].starts] == [0, 1]
 

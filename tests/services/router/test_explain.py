@@ -28,10 +28,10 @@ from tests.services.router.disturbed import (
     PROMPT,
     REQUEST,
     STEP_S,
-    begin,
     begin_and_pause,
-    busy,
+    begin_to_move,
     check,
+    drain,
     finish,
 )
 from tests.services.router.test_keys import Kept
@@ -124,12 +124,9 @@ async def test_a_death_is_told_with_the_attempt_that_went_on(world: World) -> No
 
 
 async def test_a_move_is_told(world: World) -> None:
-    world.decodes += [world.new_decode(), world.new_decode()]
-    for decode in world.decodes:
-        decode.step_s = STEP_S
-    await world.start(SPLIT, decodes=0)
-    stream, answer = await begin(world, REQUEST, 5)
-    busy(world).state = WorkerState.DRAINING
+    await world.start(SPLIT, decodes=2)
+    stream, answer, leaving = await begin_to_move(world, REQUEST)
+    await drain(world, leaving)
     check(await finish(stream, answer))
     async with http_of(world) as http:
         told = await explained(http, answer.accepted.request_id)

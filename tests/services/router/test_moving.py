@@ -22,8 +22,9 @@ from tests.services.router.disturbed import (
     STEP_S,
     TEXT,
     begin,
-    busy,
+    begin_to_move,
     check,
+    drain,
     finish,
 )
 
@@ -33,10 +34,7 @@ async def started(
 ) -> tuple[EventStream, Answer, ScriptedDecode]:
     """A stream under way, and the worker it decodes on."""
     await world.start(decodes=decodes)
-    for decode in world.decodes:
-        decode.step_s = STEP_S
-    stream, answer = await begin(world, request, 5)
-    return stream, answer, busy(world)
+    return await begin_to_move(world, request)
 
 
 def other(world: World, one: ScriptedDecode) -> ScriptedDecode:
@@ -51,7 +49,7 @@ def moves(world: World, outcome: str) -> float:
 @pytest.mark.parametrize("n", [1, 4])
 async def test_kv_moves_and_nothing_is_computed_again(world: World, n: int) -> None:
     stream, answer, leaving = await started(world, replace(REQUEST, n=n))
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving, n)
     check(await finish(stream, answer), n)
     replacement = other(world, leaving)
     assert moves(world, "moved") == n
@@ -73,7 +71,7 @@ async def test_stop_strings_and_logprobs_move_too(world: World) -> None:
     sampling = replace(REQUEST.sampling, top_logprobs=2)
     request = replace(REQUEST, stop_strings=(stop,), sampling=sampling)
     stream, answer, leaving = await started(world, request)
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving)
     await finish(stream, answer)
     found = language.stopped(EXPECTED, stop)
     assert found is not None
@@ -87,7 +85,7 @@ async def test_stop_strings_and_logprobs_move_too(world: World) -> None:
 
 async def test_with_nobody_to_go_to_it_finishes_where_it_is(world: World) -> None:
     stream, answer, leaving = await started(world, decodes=1)
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving, 0)
     check(await finish(stream, answer))
     assert not leaving.wishes
 
@@ -99,21 +97,21 @@ async def test_a_worker_whose_kv_differs_is_nobody_to_go_to(world: World) -> Non
     world.decodes[0].state = WorkerState.DRAINING
     stream, answer, leaving = await started(world, decodes=1)
     assert leaving is not world.decodes[0]
-    world.decodes[0].state, leaving.state = WorkerState.SERVING, WorkerState.DRAINING
+    world.decodes[0].state = WorkerState.SERVING
+    await drain(world, leaving, 0)
     check(await finish(stream, answer))
     assert not leaving.wishes and not world.decodes[0].starts
 
 
 @pytest.mark.deep
 async def test_what_cannot_go_now_is_asked_for_again(world: World) -> None:
-    stream, answer, leaving = await started(world, replace(REQUEST, max_tokens=600))
+    stream, answer, leaving = await started(world)
     leaving.keeping = True
     leaving.state = WorkerState.DRAINING
     await until(lambda: moves(world, "stayed") == 1)
     leaving.keeping = False
-    await finish(stream, answer)
-    expected, _ = language.answer(IDS, 3, 0, 600, ignore_eos=True)
-    assert tuple(answer.token_ids[0]) == expected
+    await drain(world, leaving, len(leaving.wishes) + 1)
+    check(await finish(stream, answer))
     assert moves(world, "moved") == 1
 
 
@@ -150,8 +148,7 @@ async def test_either_end_dies_on_the_way(world: World, victim: str) -> None:
     stream, answer, leaving = await started(world, decodes=3)
     for decode in world.decodes:
         decode.collecting.clear()
-    leaving.state = WorkerState.DRAINING
-    await until(lambda: bool(leaving.giving))
+    await drain(world, leaving)
     others = [decode for decode in world.decodes if decode is not leaving]
     await until(lambda: any(decode.running for decode in others))
     replacement = next(decode for decode in others if decode.running)
@@ -171,7 +168,7 @@ async def test_what_a_full_worker_refuses_goes_on_where_it_was(world: World, n: 
     stream, answer, leaving = await started(world, replace(REQUEST, n=n))
     full = other(world, leaving)
     full.refusals += [Overloaded("full")] * n
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving, n)
     check(await finish(stream, answer), n)
     assert moves(world, "returned") == n and not full.refusals
     assert [back.choices for back in leaving.taken_back] == [start.choices for start in full.starts]
@@ -186,7 +183,7 @@ async def test_what_comes_back_keeps_its_stop_strings_and_logprobs(world: World)
     request = replace(REQUEST, stop_strings=(stop,), sampling=sampling)
     stream, answer, leaving = await started(world, request)
     other(world, leaving).refusals += [Overloaded("full")]
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving)
     await finish(stream, answer)
     assert (tuple(answer.token_ids[0]), answer.texts[0]) == language.stopped(EXPECTED, stop)
     assert moves(world, "returned") == 1
@@ -199,7 +196,7 @@ async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> 
     stream, _, leaving = await started(world)
     replacement = other(world, leaving)
     replacement.collecting.clear()
-    leaving.state = WorkerState.DRAINING
+    await drain(world, leaving)
     await until(lambda: bool(replacement.running))
     await stream.aclose()
     await until(world.nothing_left)
@@ -210,12 +207,12 @@ async def test_a_client_that_leaves_on_the_way_frees_both_ends(world: World) -> 
 @pytest.mark.parametrize("stop", [(), (TEXT[90:94],)])
 async def test_texts_leave_a_detokenizer_that_drains(world: World, stop: tuple[str, ...]) -> None:
     await world.start(detokenizers=2)
-    world.decodes[0].step_s = STEP_S
-    stream, answer = await begin(world, replace(REQUEST, stop_strings=stop), 5)
+    stream, answer, decode = await begin_to_move(world, replace(REQUEST, stop_strings=stop))
     leaving = next(worker for worker in world.detokenizers if worker.texts)
     leaving.state = WorkerState.DRAINING
     (replacement,) = (worker for worker in world.detokenizers if worker is not leaving)
     await until(lambda: bool(replacement.texts) and not leaving.texts)
+    decode.last_position = None
     answer = await finish(stream, answer)
     if stop:
         kept, text = language.stopped(EXPECTED, stop[0]) or ((), "")
