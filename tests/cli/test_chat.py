@@ -24,8 +24,8 @@ import pytest
 from batonlm.cli import chat, state
 from batonlm.cli.access import access_of
 from batonlm.core.errors import (
-    BatonError,
     ContextLengthExceeded,
+    Internal,
     InvalidArgument,
     ModelNotFound,
     Unavailable,
@@ -149,8 +149,9 @@ def test_failures_come_through(address: str, frontend: Scripted) -> None:
     with pytest.raises(InvalidArgument) as caught:
         chat.run(parsed("hello", "--grpc", address, "--temperature", "9"))
     assert caught.value.field == "options.sampling.temperature"
-    frontend.failure = Unavailable("the workers are gone")
-    with pytest.raises(BatonError, match="the workers are gone"):
+    # Of another kind, the client would try to go on for half a minute.
+    frontend.failure = Internal("the model fails")
+    with pytest.raises(Internal, match="the model fails"):
         chat.run(parsed("hello", "--grpc", address))
 
 

@@ -16,6 +16,7 @@ from baton_loadtest.drive import HttpLoadClient
 from batonlm.cli.access import Access
 from batonlm.cli.http_client import ConnectionLost, HttpClient
 from batonlm.client import AsyncClient, Client, Delta
+from batonlm.client.client import Retries
 from batonlm.core.errors import Unavailable
 from tests.services.router.conftest import World
 from tests.services.router.router_process import RouterProcess, router_process
@@ -25,6 +26,8 @@ PROMPT = "the cat sat on the mat"
 BODY = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True}
 BETWEEN_S = 0.05
 """Between two tokens: no answer ends before a test has done what it does to it."""
+RETRIES = Retries(first_s=0.1, most_resumes=2)
+"""Of clients that try to go on: nobody will answer."""
 
 Reader = Callable[[RouterProcess, Callable[[], None]], Coroutine[None, None, None]]
 """Reads a stream that is going to break, calls the function at its first token, and asserts that
@@ -73,7 +76,7 @@ async def of_the_commands(router: RouterProcess, begun: Callable[[], None]) -> N
 
 
 async def over_grpc(router: RouterProcess, begun: Callable[[], None]) -> None:
-    async with AsyncClient(router.grpc) as client:
+    async with AsyncClient(router.grpc, retries=RETRIES) as client:
         with pytest.raises(Unavailable):
             async for event in client.generate(PROMPT, max_tokens=1000, ignore_eos=True):
                 if isinstance(event, Delta):
@@ -84,7 +87,7 @@ async def over_blocking_grpc(router: RouterProcess, begun: Callable[[], None]) -
     loop = asyncio.get_running_loop()
 
     def read() -> None:
-        with Client(router.grpc) as client, pytest.raises(Unavailable):
+        with Client(router.grpc, retries=RETRIES) as client, pytest.raises(Unavailable):
             for event in client.generate(PROMPT, max_tokens=1000, ignore_eos=True):
                 if isinstance(event, Delta):
                     loop.call_soon_threadsafe(begun)
