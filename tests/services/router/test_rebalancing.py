@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from batonlm.core.errors import Overloaded
 from batonlm.core.request.attempt import AttemptKey
 from batonlm.core.request.request import TokenPrompt
+from batonlm.core.routing import rebalance
 from batonlm.core.routing.load import WorkerLoad
 from batonlm.router.config import RouterConfig
+from batonlm.router.request import migration
 from batonlm.router.request.pipeline import EventStream
 from batonlm.rpc.config import load
 from batonlm.testing import language
@@ -19,11 +22,30 @@ from tests.services.router.conftest import Answer, World, until
 from tests.services.router.disturbed import IDS, REQUEST, begin, finish
 
 MOVING = RouterConfig(local_prefill_tokens=0)
-TOKENS = 500
+TOKENS = 120
+PAUSE = 30
+"""No output goes on beyond this position until the moves are over, however slow the machine is."""
 STEP_S = 0.02
 BLOCK = 16
 LONG = replace(REQUEST, max_tokens=TOKENS)
 EXPECTED, _ = language.answer(IDS, 3, 0, TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router makes up its mind quickly."""
+    monkeypatch.setattr(rebalance, "INTERVAL_S", 0.1)
+    monkeypatch.setattr(rebalance, "PERSISTS_S", 0.1)
+    monkeypatch.setattr(migration, "LOOK_AGAIN_S", 0.05)
+
+
+def pause(worker: ScriptedDecode) -> None:
+    worker.step_s, worker.last_position = STEP_S, PAUSE
+
+
+def go_on(world: World) -> None:
+    for decode in world.decodes:
+        decode.step_s, decode.last_position = 0.001, None
 
 
 def moves(world: World, outcome: str, reason: str = "load") -> float:
@@ -32,14 +54,14 @@ def moves(world: World, outcome: str, reason: str = "load") -> float:
 
 async def streams(world: World, number: int) -> list[tuple[EventStream, Answer]]:
     """So many streams under way on the only decode worker."""
-    world.decodes[0].step_s = STEP_S
+    pause(world.decodes[0])
     return [await begin(world, LONG) for _ in range(number)]
 
 
 async def another(world: World, worker: ScriptedDecode | None = None) -> ScriptedDecode:
     """A decode worker more."""
     added = worker or world.new_decode()
-    added.step_s = STEP_S
+    pause(added)
     world.decodes.append(added)
     address = await added.start()
     world.listed["decode"].set((*world.addresses["decode"], address))
@@ -47,8 +69,7 @@ async def another(world: World, worker: ScriptedDecode | None = None) -> Scripte
 
 
 async def all_right(world: World, under_way: list[tuple[EventStream, Answer]]) -> None:
-    for decode in world.decodes:
-        decode.step_s = 0.001
+    go_on(world)
     for stream, answer in under_way:
         assert tuple((await finish(stream, answer)).token_ids[0]) == EXPECTED
     assert world.counted("baton_migrations_total") == world.counted("baton_retries_total") == 0
@@ -71,6 +92,9 @@ async def test_nothing_moves_unless_it_is_asked_for(world: World) -> None:
     await world.start(replace(MOVING, rebalance_moves=0))
     under_way = await streams(world, 6)
     added = await another(world)
+    await until(lambda: world.met()["decode"] == 2)
+    # Others would have begun long before.
+    await asyncio.sleep(0.5)
     await all_right(world, under_way)
     assert not world.decodes[0].wishes and not added.starts
 
@@ -144,7 +168,8 @@ async def test_a_request_that_fits_nowhere_gets_the_room_of_one_that_moves(world
     """Each of two workers has 60 of 120 blocks free, and the request needs 75."""
     for _ in range(2):
         worker = Counting(world.network)
-        worker.num_blocks, worker.step_s = 120, STEP_S
+        worker.num_blocks = 120
+        pause(worker)
         world.decodes.append(worker)
     await world.start(MOVING, decodes=0)
     prompts = [(9 + number,) * 480 for number in range(4)]
@@ -165,8 +190,7 @@ async def test_a_request_that_fits_nowhere_gets_the_room_of_one_that_moves(world
     assert tuple((await world.ask(urgent)).token_ids[0]) == expected
     assert moves(world, "moved", "room") == 1
     assert sum(len(decode.starts) for decode in world.decodes) == len(prompts) + 2
-    for decode in world.decodes:
-        decode.step_s = 0.001
+    go_on(world)
     for (stream, answer), ids in zip(under_way, prompts, strict=True):
         expected, _ = language.answer(ids, 3, 0, TOKENS, ignore_eos=True)
         assert tuple((await finish(stream, answer)).token_ids[0]) == expected
