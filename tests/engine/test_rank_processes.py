@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from time import monotonic
@@ -15,6 +16,7 @@ import pytest
 from batonlm.core.errors import Internal, InvalidArgument
 from batonlm.core.scheduler.plan import Chunk, StepPlan
 from batonlm.engine.config import EngineConfig
+from batonlm.engine.ranks import link
 from batonlm.engine.ranks.processes import RankProcesses
 from batonlm.engine.ranks.runner import STEP_S, RankedRunner
 from tests.engine.driving import generate, random_prompts, together
@@ -30,9 +32,15 @@ PATIENCE_S = 120.0
     "victim, number", [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
 )
 def test_a_rank_that_dies_or_hangs_at_work_ends_the_step(
-    victim: int, number: signal.Signals, saved: Callable[[str], Path]
+    victim: int,
+    number: signal.Signals,
+    saved: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that hangs after SILENCE_S, a fraction of the time that a step may take."""
+    """One that hangs after a silence, a fraction of the time that a step may take."""
+    # A third of the usual time: ranks show life every second.
+    quicker = partial(link.watch, silence_s=link.SILENCE_S / 3)
+    monkeypatch.setattr("batonlm.engine.ranks.runner.watch", quicker)
     ranks = RankProcesses(2, 1)
     seen: list[tuple[int, int]] = []
     config = EngineConfig(str(saved("llama")), num_blocks=128, threads=1)
