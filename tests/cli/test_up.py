@@ -73,7 +73,13 @@ def check_nothing_is_left(folder: Path) -> None:
     assert not (folder / "baton" / "up.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.deep),
+    ],
+)
 @pytest.mark.parametrize(
     "moment", ["(1 of 5)", *(pytest.param(m, marks=pytest.mark.deep) for m in OTHER_MOMENTS)]
 )
@@ -122,6 +128,7 @@ def test_one_that_detaches_takes_what_it_started_with_it(
     until_it_comes_about(it_was_starting, "a signal while it starts")
 
 
+@pytest.mark.deep
 def test_it_says_what_workers_do_while_they_start(tmp_path: Path) -> None:
     with starting(tmp_path) as process:
         lines = "".join(read_until(process, "Ready"))

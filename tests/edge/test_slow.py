@@ -215,12 +215,14 @@ UNREAD: dict[str, Drops] = {
 }
 
 
+@pytest.mark.deep
 def test_what_nobody_reads_has_an_end(quick: EdgeProcess) -> None:
     """A body whose request is answered already, or will be without it."""
     said = all_ended(quick.host_and_port, UNREAD, greets=False)
     assert all(len(taken_apart(data).answers) <= 1 for data in said.values())
 
 
+@pytest.mark.deep
 def test_http2_bodies_have_to_come(quick: EdgeProcess) -> None:
     """One stream's does not keep the others from being answered."""
     with prior_knowledge(quick.host_and_port) as client:
@@ -232,6 +234,7 @@ def test_http2_bodies_have_to_come(quick: EdgeProcess) -> None:
     assert [each.prompt for each in quick.asked()] == ["outer"]
 
 
+@pytest.mark.deep
 def test_a_handshake_has_to_come(secure: SecureEdge) -> None:
     hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
     cases: list[Iterable[bytes]] = [[], [hello], singly(hello + bytes(400)), [HEALTH]]

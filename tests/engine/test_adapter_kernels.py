@@ -114,18 +114,23 @@ def defined(
     return found
 
 
-MIXED = (
-    # Rows of each segment: single ones, some of several tiles, as many as a recorded step has.
-    (3, 1, 0, 17, 2),
-    # More than that, computed in large tiles.
-    (70, 1, 3, 5, 2),
-)
+FEW_ROWS = (3, 1, 0, 17, 2)
+"""Of each segment: single ones, some of several tiles, as many as a recorded step has."""
+MANY_ROWS = (70, 1, 3, 5, 2)
+"""More than that, computed in large tiles."""
 
 
 @ON
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("layer", SHAPES)
-@pytest.mark.parametrize("sizes", MIXED, ids=["few rows", "many rows"])
+@pytest.mark.parametrize(
+    ("sizes", "layer", "exact"),
+    [
+        *((FEW_ROWS, 0, False), (FEW_ROWS, 1, True), (MANY_ROWS, 0, True), (MANY_ROWS, 1, False)),
+        pytest.param(FEW_ROWS, 0, True, marks=pytest.mark.deep),
+        pytest.param(FEW_ROWS, 1, False, marks=pytest.mark.deep),
+        pytest.param(MANY_ROWS, 0, False, marks=pytest.mark.deep),
+        pytest.param(MANY_ROWS, 1, True, marks=pytest.mark.deep),
+    ],
+)
 def test_they_add_what_is_defined(
     sizes: tuple[int, ...], layer: int, exact: bool, device: str
 ) -> None:
@@ -160,7 +165,7 @@ def test_a_layer_that_an_adapter_leaves_as_it_is(device: str) -> None:
 @ON
 def test_each_row_may_have_an_adapter_of_its_own(device: str) -> None:
     which = additions(device)
-    given = [parts(8 * (1 + number % 3), number) for number in range(10)]
+    given = [parts(8 * (1 + number % 3), number) for number in range(5)]
     bound = [which.bind(moved(own, device)) for own in given]
     sizes = [1] * len(given)
     for layer in SHAPES:
@@ -197,7 +202,7 @@ def test_in_half_precision_they_round_where_products_do(device: str) -> None:
 
 
 @ON
-@pytest.mark.parametrize("layer", SHAPES)
+@pytest.mark.parametrize("layer", [1, pytest.param(0, marks=pytest.mark.deep)])
 def test_a_rows_bits_do_not_depend_on_other_rows(
     layer: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,8 +77,8 @@ def check(arch: str, folder: Path, place: Path, **settings: Any) -> TorchRunner:
     ("arch", "settings"),
     [
         ("llama", {}),
-        ("llama", {"decoder": "transformers"}),
         ("gpt2", {}),
+        pytest.param("llama", {"decoder": "transformers"}, marks=pytest.mark.deep),
         pytest.param("llama", {"exact": False}, marks=pytest.mark.deep),
         *(
             pytest.param(arch, {}, marks=pytest.mark.deep)

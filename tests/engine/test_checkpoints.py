@@ -34,6 +34,8 @@ from tests.engine.tiny_models import VOCAB
 
 NEW = 8
 DENSE = sorted(name for name, kind in KINDS.items() if kind.of_layers)
+OFTEN = {"awq", "gptq", "fp8 by block", "compressed int8", "compressed w4a16"}
+"""Of the default tests: one of each family, and numbers of each size."""
 
 
 def reference_tokens(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -74,7 +76,10 @@ def check(quantised: Path, reference: Path, *, kept: int) -> None:
     assert got == reference_tokens(reference, prompts)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.deep) for kind in DENSE],
+)
 def test_tokens_are_those_of_the_numbers_that_are_stored(
     kind: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

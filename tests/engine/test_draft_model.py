@@ -7,7 +7,7 @@ it, whose guesses are right now and then.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,14 @@ def disturbed(folder: Path, target: Path) -> Path:
     return target
 
 
-def texts(sampling: SamplingParams = GREEDY, choices: tuple[int, ...] = (0,)) -> list[Attempt]:
+def texts(
+    sampling: SamplingParams = GREEDY,
+    choices: tuple[int, ...] = (0,),
+    prompts: Sequence[list[int]] = PROMPTS,
+) -> list[Attempt]:
     return [
         attempt(f"r{i}", prompt, NEW_TOKENS, sampling=sampling, choices=choices)
-        for i, prompt in enumerate(PROMPTS)
+        for i, prompt in enumerate(prompts)
     ]
 
 
@@ -145,7 +149,7 @@ def test_a_model_that_drafts_for_itself_is_nearly_always_right(pair: Pair) -> No
 
 @pytest.mark.parametrize("sampling", [DRAWN, PENALISED], ids=["drawn", "penalised"])
 def test_choices_that_are_sampled_are_the_same(sampling: SamplingParams, pair: Pair) -> None:
-    runner, several = pair(wrong=False), texts(sampling, (0, 1, 2))
+    runner, several = pair(wrong=False), texts(sampling, (0, 1, 2), PROMPTS[:3])
     loop = drafting(runner, PLENTY)
     check(loop, run(loop, several), plain(runner, several))
     assert asked(loop)["copies"] > 0

@@ -113,6 +113,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield Run(tmp_path / "gpu.json", tmp_path / "cache")
 
 
+@pytest.mark.deep
 def test_each_part_fails_alone_and_keeps_what_it_measured(run: Run) -> None:
     # Of which its start is a part.
     hanging = section("hangs", limit_s=10.0)

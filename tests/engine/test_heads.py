@@ -240,7 +240,7 @@ def test_a_head_changes_no_token(arch: str, tmp_path: Path) -> None:
     runner.close()
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_a_head_changes_no_token_where_sequences_are_preempted(
     depth: int, with_head: WithHead
 ) -> None:

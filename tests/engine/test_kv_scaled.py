@@ -4,7 +4,7 @@ in memory, in models and in every mode of a scheduler."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from batonlm.engine.attention.interface import AttentionContext, LayerArguments
 from batonlm.engine.checkpoint import UnsupportedModel
 from batonlm.engine.config import EngineConfig
 from batonlm.engine.footprint import foresee
-from batonlm.engine.kv import cache, scaled
+from batonlm.engine.kv import cache as kv_cache
+from batonlm.engine.kv import scaled
 from batonlm.engine.kv.cache import DTYPES, Parts, as_tensor, parts_of, recoded
 from batonlm.engine.ranks.runner import RankedRunner
 from batonlm.engine.runner import TorchRunner
@@ -104,6 +105,10 @@ def load(folder: Path, kept: str) -> TorchRunner:
     )
 
 
+def bundled(kept: str) -> TorchRunner:
+    return TorchRunner.load(EngineConfig(str(BUNDLED), num_blocks=40, kv_cache_dtype=kept))
+
+
 def test_memory_and_its_plan_are_a_quarter_of_float32s(runner: TorchRunner) -> None:
     layout = runner.layout
     assert layout.dtype in SCALED
@@ -114,10 +119,11 @@ def test_memory_and_its_plan_are_a_quarter_of_float32s(runner: TorchRunner) -> N
     kept = layout.dtype.removesuffix("_scaled")
     narrow = foresee(EngineConfig(str(BUNDLED), kv_memory_bytes=1 << 20, kv_cache_dtype=kept))
     assert wide.block_bytes * (64 + 1) == narrow.memory.block_bytes * 64 * 4
-    opened = TorchRunner.load(EngineConfig(str(BUNDLED), num_blocks=8, kv_cache_dtype=kept))
+    opened, other = bundled(kept), bundled("auto")
     assert opened.memory.block_bytes == narrow.memory.block_bytes
-    assert opened.layout.difference(TorchRunner.load(config).layout)
-    opened.close()
+    assert opened.layout.difference(other.layout)
+    for each in (opened, other):
+        each.close()
 
 
 def test_tokens_and_their_bits_are_the_same_in_every_mode(
@@ -192,20 +198,20 @@ def test_codes_and_scales_travel(runner: TorchRunner) -> None:
     assert back == payload and any(payload)
 
 
+@cache
+def logprobs_of(kept: str) -> torch.Tensor:
+    """What the bundled model says in a conversation of the kind that it was trained on."""
+    text, opened, found = conversation(200), bundled(kept), []
+    for end in range(16, len(text), 16):
+        chunk = Chunk(0, text[:end], 0, ((0, 20),), (SampleRow(0, 0, 0, GREEDY),))
+        found.append(opened.forward(StepPlan(0, (chunk,)))[0].clone())
+    opened.close()
+    return torch.log_softmax(torch.stack(found), -1)
+
+
 @pytest.mark.parametrize(("narrow_name", "limit"), [("int8", 0.001), ("fp8", 0.01)])
 def test_a_trained_model_hardly_notices(narrow_name: str, limit: float) -> None:
-    """The bundled model over a conversation of the kind that it was trained on."""
-    text = conversation(200)
-    logprobs = []
-    for kept in ("auto", narrow_name):
-        opened = TorchRunner.load(EngineConfig(str(BUNDLED), num_blocks=40, kv_cache_dtype=kept))
-        found = []
-        for end in range(16, len(text), 16):
-            chunk = Chunk(0, text[:end], 0, ((0, 20),), (SampleRow(0, 0, 0, GREEDY),))
-            found.append(opened.forward(StepPlan(0, (chunk,)))[0].clone())
-        logprobs.append(torch.log_softmax(torch.stack(found), -1))
-        opened.close()
-    wide, narrow = logprobs
+    wide, narrow = logprobs_of("auto"), logprobs_of(narrow_name)
     divergence = (wide.exp() * (wide - narrow)).sum(-1)
     assert float(divergence.mean()) < limit
     assert int((wide.argmax(-1) == narrow.argmax(-1)).sum()) >= len(wide) - 1
@@ -233,12 +239,19 @@ def test_the_check_at_load_expects_what_codes_stand_for(kept: str) -> None:
         selfcheck.with_scaled_kv(run, [[1]], [own + 0.1], DTYPES[kept])
 
 
-@pytest.mark.parametrize("part", ["keys", "values"])
-@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("kept", "part"),
+    [
+        *(("int8", "keys"), ("fp8", "values")),
+        pytest.param("int8", "values", marks=pytest.mark.deep),
+        pytest.param("fp8", "keys", marks=pytest.mark.deep),
+    ],
+)
 def test_the_check_at_load_finds_a_wrong_scale(
     kept: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one head, by the least that there is: a factor of 2."""
+    """Of one head, by the least that there is: a factor of 2. Without it, the model loads in the
+    tests above."""
 
     def planted(parts: Parts, dtype: torch.dtype) -> Parts:
         found = recoded(parts, dtype)
@@ -247,8 +260,7 @@ def test_the_check_at_load_finds_a_wrong_scale(
         return found
 
     config = EngineConfig(str(BUNDLED), num_blocks=16, kv_cache_dtype=kept)
-    TorchRunner.load(config).close()
-    monkeypatch.setattr(cache, "recoded", planted)
+    monkeypatch.setattr(kv_cache, "recoded", planted)
     with pytest.raises(UnsupportedModel, match="packed prompts"):
         TorchRunner.load(config)
 

@@ -57,6 +57,7 @@ def output(program: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
+@pytest.mark.deep
 def test_an_engine_starts_without_compilers_and_distributed_tensors() -> None:
     imported = set(output(START).split())
     assert {"torch", "transformers.masking_utils", "batonlm.engine.runner"} <= imported

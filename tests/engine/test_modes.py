@@ -254,9 +254,19 @@ def took_drafts(loop: EngineLoop) -> bool:
     return 0 < speculation.accepted < speculation.drafted == asked(loop)["drafts"]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("way", SWAP_BYTES)
-@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("arch", "way", "depth"),
+    [
+        *(("llama", way, depth) for way in SWAP_BYTES for depth in (1, 2)),
+        ("gemma3", "swap_host", 2),
+        *(
+            pytest.param("gemma3", way, depth, marks=pytest.mark.deep)
+            for way in SWAP_BYTES
+            for depth in (1, 2)
+            if (way, depth) != ("swap_host", 2)
+        ),
+    ],
+)
 def test_drafts_change_nothing_where_sequences_are_preempted(
     arch: str, way: str, depth: int, runner_of: LoadRunner, judge: Judge
 ) -> None:

@@ -76,7 +76,8 @@ def slow(*values: object) -> Any:
     "arch, tensor, stages",
     [
         ("llama", 2, 2),
-        ("qwen3_moe", 4, 1),
+        ("qwen3_moe", 2, 1),
+        deep("qwen3_moe", 4, 1),
         deep("llama", 2, 1),
         deep("llama", 4, 1),
         deep("llama_tied", 2, 2),
@@ -120,7 +121,13 @@ def test_tokens_equal_transformers_and_kv_moves_between_degrees(
 
 @pytest.mark.parametrize(
     "arch, tensor, stages",
-    [("llama", 2, 2), deep("gpt_oss", 2, 1), deep("qwen3_moe", 4, 1), deep("qwen2", 2, 1)],
+    [
+        ("llama", 2, 1),
+        deep("llama", 2, 2),
+        deep("gpt_oss", 2, 1),
+        deep("qwen3_moe", 4, 1),
+        deep("qwen2", 2, 1),
+    ],
 )
 def test_ranks_use_the_fused_decoder(
     arch: str,

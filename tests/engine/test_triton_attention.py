@@ -200,7 +200,10 @@ def test_in_the_exact_form_tokens_one_by_one_have_the_bits_of_a_chunk(
 
 
 @pytest.mark.parametrize("device", [INTERPRETER, CUDA])
-@pytest.mark.parametrize("name", ["plain", "everything", "latent"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", *(pytest.param(name, marks=pytest.mark.deep) for name in ("everything", "latent"))],
+)
 def test_drafts_have_the_bits_of_tokens_one_by_one(name: str, device: str) -> None:
     """In the form that is not exact, too: they are computed as these are."""
     case = replace(CASES[name], spans=((28, 36), (14, 15), (252, 260)))

@@ -13,6 +13,8 @@ from tests.fuzz.calls import check, send
 from tests.fuzz.rpcs import all_rpcs
 from tests.fuzz.target import Target
 
+pytestmark = pytest.mark.deep
+
 BANNED = prefill_pb2.RunRequest(
     attempt=types_pb2.Attempt(
         request_id="r",

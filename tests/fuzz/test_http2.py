@@ -16,6 +16,8 @@ from tests.fuzz.rpcs import all_rpcs
 from tests.fuzz.runs import fuzz
 from tests.fuzz.target import Face, Target
 
+pytestmark = pytest.mark.deep
+
 INPUTS = 60
 FLOOD = 5_000
 SLOW_INPUTS = 2_000

@@ -335,6 +335,7 @@ print(llm.generate("The capital of France is", max_tokens=8, temperature=0)[0].t
 """
 
 
+@pytest.mark.deep
 def test_a_program_that_forgets_to_close_it_ends_well() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120

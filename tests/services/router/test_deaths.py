@@ -252,7 +252,9 @@ async def test_a_detokenizer_that_refuses_is_passed_over(world: World) -> None:
     assert len(world.detokenizers[1].openings) == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 4))]
+)
 async def test_random_deaths(world: World, seed: int) -> None:
     """24 requests of all kinds while workers of every role are killed and replaced."""
     draw = random.Random(seed)
