@@ -36,7 +36,7 @@ ranks alternate with others: waiting ranks spin, and two such fleets take each o
 
 LAST = ("fuzz", "e2e")
 """Folders whose tests share a Baton until the session ends. They come last, so that it does not run
-idle beside thousands of others."""
+idle beside thousands of others. By default that is true of their longest, too."""
 
 
 def examples(count: int) -> int:
@@ -53,6 +53,8 @@ def longest_first(items: list[pytest.Item]) -> None:
         if not item.path.is_relative_to(tests):
             return len(places)
         path = item.path.relative_to(tests)
+        if not DEEP and path.parts[0] in LAST:
+            return len(places) + 1
         return places.get(path.as_posix(), len(places) + (path.parts[0] in LAST))
 
     items.sort(key=place)

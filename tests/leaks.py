@@ -78,9 +78,9 @@ def check(worker: RunningWorker, idle_s: float = IDLE_S) -> None:
 
 def check_all(fixtures: Collection[str]) -> None:
     """fixtures: the names of those that the test had."""
-    untouched = [owner for name, owner in SHARED.items() if name not in fixtures]
+    used = [owner for name, owner in SHARED.items() if name in fixtures]
     for owner, workers in list(SOURCES.items()):
-        if owner not in untouched:
+        if owner in used or owner not in SHARED.values():
             for worker in workers():
                 check(worker)
 

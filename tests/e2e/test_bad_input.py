@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
@@ -32,7 +31,7 @@ BAD_BODIES: list[tuple[dict[str, Any], int, str]] = [
 
 @pytest.mark.parametrize(("body", "status", "field"), BAD_BODIES)
 def test_http(relay: Relay, body: dict[str, Any], status: int, field: str) -> None:
-    answer = httpx.post(f"{relay.http}/v1/chat/completions", json=body, timeout=120)
+    answer = relay.client.post("/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, field), error
     assert error["message"]
@@ -49,11 +48,8 @@ def test_http(relay: Relay, body: dict[str, Any], status: int, field: str) -> No
     ids=["malformed JSON", "invalid UTF-8", "NaN", "2 MB"],
 )
 def test_http_bodies(relay: Relay, content: bytes, status: int) -> None:
-    answer = httpx.post(
-        f"{relay.http}/v1/chat/completions",
-        content=content,
-        headers={"content-type": "application/json"},
-        timeout=120,
+    answer = relay.client.post(
+        "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
     )
     assert answer.status_code == status
     assert answer.json()["error"]["message"]

@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a schema": {"temperature": 1.0, "seed": 9, "json_schema": SCHEMA},
     "a regular expression": {"temperature": 1.0, "seed": 10, "regex": "[a-f]{3,9}-[0-9]+"},
 }
+OFTEN = {"greedy", "two choices", "stop strings", "a schema"}
+"""Cases of the default tests."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,10 @@ def content(answer: Answer) -> tuple[list[Delta], int, int, int]:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.deep) for case in CASES],
+)
 def test_generate(llm: LLM, client: Client, case: str) -> None:
     options: Any = {"max_tokens": 40, "return_token_ids": True, **CASES[case]}
     if "stop" in options:

@@ -234,7 +234,13 @@ def check(client: httpx.Client, *, thinks: bool) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize("form", ["qwen3_coder", "deepseek_v31", "harmony", "llama3_json"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("qwen3_coder", "llama3_json"),
+        *(pytest.param(form, marks=pytest.mark.deep) for form in ("deepseek_v31", "harmony")),
+    ],
+)
 def test_a_call_over_every_api(relay: Relay, form: str) -> None:
     with speaking(relay, "--tool-format", form) as client:
         check(client, thinks=False)
