@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
+import selectors
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -81,14 +83,36 @@ def serve(listen: str, registry: CollectorRegistry, field: str = "metrics_listen
 
 
 class BoundedServer(ThreadingHTTPServer):
-    """With at most MAX_CONNECTIONS threads, one for each connection."""
+    """With at most MAX_CONNECTIONS threads, one for each connection. It sleeps until a connection
+    or `shutdown` comes, where the base class looks twice a second whether it should end."""
 
     daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
+    timeout = 0
+    """Of `handle_request`, which is called when there is one."""
 
     def __init__(self, *arguments: Any) -> None:
         self._room = BoundedSemaphore(MAX_CONNECTIONS)
+        self._open, self._closed = socket.socketpair()
         super().__init__(*arguments)
+
+    def serve_forever(self, poll_interval: float = math.inf) -> None:
+        """Until `shutdown`. poll_interval: not used."""
+        with selectors.DefaultSelector() as selector:
+            for readable in (self.socket, self._closed):
+                selector.register(readable, selectors.EVENT_READ)
+            while all(key.fileobj is self.socket for key, _ in selector.select()):
+                self.handle_request()
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever`, now or when it begins, without waiting for that."""
+        self._open.close()
+
+    def server_close(self) -> None:
+        """Frees the port, once `serve_forever` has ended. Idempotent."""
+        super().server_close()
+        self._open.close()
+        self._closed.close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
