@@ -82,9 +82,16 @@ async def begun(world: Pair, end: RouterEnd, one: Attempt, tokens: int) -> None:
     await end.break_off()
 
 
-@pytest.mark.parametrize("logprobs", [None, 2])
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 11, 12])
+@pytest.mark.parametrize(
+    ("tokens", "late", "logprobs"),
+    [
+        pytest.param(*(tokens, late, logprobs), marks=[pytest.mark.deep] if deep else [])
+        for tokens in (1, 2, 7, 11, 12)
+        for late in (False, True)
+        for logprobs in (None, 2)
+        for deep in ((late and logprobs) or (tokens in (2, 11) and (late or logprobs)),)
+    ],
+)
 async def test_another_router_goes_on_at_any_point(
     tokens: int, late: bool, logprobs: int | None
 ) -> None:

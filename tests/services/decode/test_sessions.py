@@ -13,6 +13,7 @@ from batonlm.core.request.attempt import AttemptKey, ChoiceTokens, SequenceKey
 from batonlm.core.request.request import FinishReason
 from batonlm.core.scheduler.events import AttemptFailed
 from batonlm.decode import service as service_module
+from batonlm.decode import servicer as servicer_module
 from batonlm.decode.sessions import RouterSession
 from batonlm.rpc.convert import choice_tokens_from_proto
 from batonlm.v1.types_pb2 import FINISH_REASON_LENGTH
@@ -223,7 +224,8 @@ async def test_the_number_of_routers_and_attempts_is_bounded(
         assert await end.ended(first) == reference(first)
 
 
-async def test_silence_is_filled_with_heartbeats() -> None:
+async def test_silence_is_filled_with_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servicer_module, "HEARTBEAT_S", 0.05)
     async with pair() as world, router(world) as end:
         await until(lambda: end.num_heartbeats >= 2)
 
