@@ -130,7 +130,7 @@ def test_a_url_that_is_none_is_refused() -> None:
 
 
 @processes
-@pytest.mark.parametrize("place", ["s3", "folder"])
+@pytest.mark.parametrize("place", ["s3", pytest.param("folder", marks=pytest.mark.deep)])
 async def test_a_worker_begins_with_what_another_one_left(
     tmp_path: Path, store: ObjectStore, place: str
 ) -> None:
@@ -145,6 +145,8 @@ async def test_a_worker_begins_with_what_another_one_left(
         for number in range(2, 6):
             await answered(at_one, conversation(number))
             await until(one, number, "baton_prefix_tier_writes_total", outcome="written")
+        # An open session is given time to end.
+        await at_one.break_off()
         one.process.terminate()
         assert await one.exit_code() == 0
         assert await answered(at_other, again(first)) == await restored(other, "store") >= UNIT
@@ -153,6 +155,7 @@ async def test_a_worker_begins_with_what_another_one_left(
 
 
 @processes
+@pytest.mark.deep
 async def test_the_store_is_gone_under_load(tmp_path: Path) -> None:
     folder = tmp_path / "seaweed"
     folder.mkdir()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from batonlm.core.kvcache.prefix import Prefix, unit_names
 from batonlm.core.request.attempt import Attempt
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
 
 SMALL_POOL = {"BATON_TEST_CONSTANTS": "__main__.FAKE_BLOCKS=64"}
 """1024 positions: two conversations do not fit."""
+LARGE_POOL = {"BATON_TEST_CONSTANTS": ""}
+"""Nothing is evicted, and all of it is written when the worker leaves."""
 ALWAYS = ("--prefix-restore-tokens", "64")
 """A fake step takes no time, so nothing is slower to compute."""
 SIZE, UNIT = 600, 64
@@ -32,6 +35,10 @@ WHOLE = (SIZE - 1) // UNIT * UNIT
 
 def conversation(number: int, **options: object) -> Attempt:
     return attempt(f"{number}", size=SIZE, seed=number, max_tokens=4, **options)  # type: ignore[arg-type]
+
+
+def on_disk(folder: Path) -> tuple[str, ...]:
+    return ("--prefix-disk-mib", "8", "--prefix-disk-folder", str(folder))
 
 
 @asynccontextmanager
@@ -47,7 +54,7 @@ async def decode(
         folder,
         *ALWAYS,
         *flags,
-        environment={**environment, **SMALL_POOL},
+        environment={**SMALL_POOL, **environment},
         within=within,
     ) as process:
         end = RouterEnd(DecodeStub(process.channel), process.identity, process.identity)
@@ -122,21 +129,33 @@ async def test_what_was_evicted_comes_back(tmp_path: Path, tier: str) -> None:
         await process.idle()
 
 
-async def test_a_folder_is_found_again_after_a_restart(tmp_path: Path) -> None:
-    flags = ("--prefix-disk-mib", "8", "--prefix-disk-folder", str(tmp_path / "kv"))
-    first = conversation(1)
-    async with decode(tmp_path, *flags) as (process, end):
-        await answered(end, first)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model, and in it, as `kv`, what a worker had on disk when it left: the first
+    four conversations."""
+    folder = tmp_path_factory.mktemp("left")
+    flags = on_disk(folder / "kv")
+    async with decode(folder, *flags, environment=LARGE_POOL) as (process, end):
+        for number in range(1, 5):
+            await answered(end, conversation(number))
+        # An open session is given time to end.
+        await end.break_off()
         process.process.terminate()
         assert await process.exit_code() == 0
-    async with decode(tmp_path, *flags) as (process, end):
+    return folder
+
+
+async def test_a_folder_is_found_again_after_a_restart(left: Path, tmp_path: Path) -> None:
+    shutil.copytree(left / "kv", tmp_path / "kv")
+    flags, first = on_disk(tmp_path / "kv"), conversation(1)
+    async with decode(left, *flags) as (process, end):
         await until(process, 1, "baton_prefix_tier_bytes", tier="disk")
         assert await answered(end, again(first)) == WHOLE == await restored(process, "disk")
         # It is in the cache now.
         assert await answered(end, again(first, 1)) >= WHOLE
         assert await restored(process, "disk") == WHOLE
         process.process.kill()
-    async with decode(tmp_path, *flags) as (process, end):
+    async with decode(left, *flags) as (process, end):
         await until(process, 1, "baton_prefix_tier_bytes", tier="disk")
         assert await answered(end, again(first, 2)) == WHOLE
 
@@ -156,32 +175,36 @@ def swap(path: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("harm", "outcome"),
-    [(cut, "torn"), (damage, "corrupt"), (swap, "foreign"), (Path.unlink, "gone")],
-)
-async def test_a_file_that_is_not_right_is_a_miss(
-    tmp_path: Path, harm: Callable[[Path], None], outcome: str
-) -> None:
-    flags = ("--prefix-disk-mib", "8", "--prefix-disk-folder", str(tmp_path / "kv"))
-    first = conversation(1)
-    async with decode(tmp_path, *flags) as (process, end):
-        await answered(end, first)
-        process.process.terminate()
-        assert await process.exit_code() == 0
-    names = unit_names(Prefix(first.token_ids, b"", ""), tokenizer_digest(tmp_path))
-    async with decode(tmp_path, *flags) as (process, end):
+HARMS: dict[str, Callable[[Path], None]] = {
+    "torn": cut,
+    "corrupt": damage,
+    "foreign": swap,
+    "gone": Path.unlink,
+}
+"""By the outcome of a read of such a file."""
+
+
+async def test_a_file_that_is_not_right_is_a_miss(left: Path, tmp_path: Path) -> None:
+    kv = tmp_path / "kv"
+    shutil.copytree(left / "kv", kv)
+    async with decode(left, *on_disk(kv), environment=LARGE_POOL) as (process, end):
         await until(process, 1, "baton_prefix_tier_bytes", tier="disk")
-        (path,) = (tmp_path / "kv").glob(f"*/*/{names[3].unit.hex()}.kv")
-        harm(path)
-        assert await answered(end, again(first)) == 3 * UNIT
-        found = await metric(process, "baton_prefix_tier_reads_total", tier="disk", outcome=outcome)
-        assert found == 1 and not path.exists()
+        for number, (outcome, harm) in enumerate(HARMS.items(), 1):
+            one = conversation(number)
+            names = unit_names(Prefix(one.token_ids, b"", ""), tokenizer_digest(left))
+            (path,) = kv.glob(f"*/*/{names[3].unit.hex()}.kv")
+            harm(path)
+            assert await answered(end, again(one)) == 3 * UNIT, outcome
+            found = await metric(
+                process, "baton_prefix_tier_reads_total", tier="disk", outcome=outcome
+            )
+            assert found == 1, outcome
+            assert not path.exists(), outcome
 
 
 async def test_the_folder_is_deleted_under_load(tmp_path: Path) -> None:
     kv = tmp_path / "kv"
-    flags = ("--prefix-disk-mib", "8", "--prefix-disk-folder", str(kv))
+    flags = on_disk(kv)
     async with decode(tmp_path, *flags) as (process, end):
         await driven_out(process, end, conversation(1), "disk")
         shutil.rmtree(kv)
@@ -205,7 +228,7 @@ async def test_a_disk_that_is_full_stops_nothing(tmp_path: Path) -> None:
     probe = await asyncio.create_subprocess_exec(*namespace, "true")
     if await probe.wait():
         pytest.skip("no file system can be mounted here")
-    flags = ("--prefix-disk-mib", "8", "--prefix-disk-folder", str(kv))
+    flags = on_disk(kv)
     async with decode(tmp_path, *flags, within=namespace) as (process, end):
         number = 0
         async with asyncio.timeout(PATIENCE_S):
