@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from batonlm.rpc.convert import token_ids_to_bytes
 from batonlm.rpc.model_folder import tokenizer_digest
@@ -20,17 +21,44 @@ from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 from tests.services.tokenizer.started import Started, started
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 PATIENCE_S = 120.0
 Call = grpc.aio.StreamStreamCall[pb.DetokenizerSessionRequest, pb.DetokenizerSessionResponse]
 
 
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Started]:
-    folder = write_folder(tmp_path / "tiny", eos_token="</s>")
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Started]:
     module = "batonlm.detokenizer.__main__"
     constants = f"{module}.MAX_TEXTS=40,{module}.MAX_UNSENT_BYTES={1 << 20}"
-    async with started("detokenizer", folder, constants=constants) as process:
+    model = write_folder(folder / "tiny", eos_token="</s>")
+    async with started("detokenizer", model, constants=constants) as process:
         yield process
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def alone(tmp_path: Path) -> AsyncIterator[Started]:
+    """A process of one test."""
+    async with serving(tmp_path) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
+    async with serving(tmp_path_factory.mktemp("model")) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(shared: Started) -> Started:
+    """A process of all tests, in which none of their texts is open any more."""
+    call = worker_pb2_grpc.WorkerStub(shared.channel).Watch(worker_pb2.WatchRequest())
+    async with asyncio.timeout(PATIENCE_S):
+        async for told in call:
+            if told.HasField("load") and not told.load.running_sequences:
+                break
+    call.cancel()
+    return shared
 
 
 def opened(text_id: int, ids: Sequence[int] = (), **options: object) -> pb.DetokenizeOperation:
@@ -254,13 +282,13 @@ async def test_the_end_of_the_requests_ends_the_session(served: Started) -> None
 
 
 @pytest.mark.deep
-async def test_sigterm_finishes_open_texts_and_takes_no_new_ones(served: Started) -> None:
-    session, idle = Session(served.channel), Session(served.channel)
-    watch = watched(served)
+async def test_sigterm_finishes_open_texts_and_takes_no_new_ones(alone: Started) -> None:
+    session, idle = Session(alone.channel), Session(alone.channel)
+    watch = watched(alone)
     await session.send(opened(1), appended(1, 0, encoded(made("byte_level"), "a b")))
     await idle.send(closed(1))
     assert await session.read()
-    served.terminate()
+    alone.terminate()
     async with asyncio.timeout(PATIENCE_S):
         while (await anext(watch)).load.state != worker_pb2.WORKER_STATE_DRAINING:
             pass
@@ -273,14 +301,14 @@ async def test_sigterm_finishes_open_texts_and_takes_no_new_ones(served: Started
     await session.send(appended(1, count, encoded(made("byte_level"), " c"), last=True))
     await session.read_until_end(1)
     assert session.text(1) == "a b c"
-    assert await served.exit_code() == 0
+    assert await alone.exit_code() == 0
 
 
-async def test_it_tells_what_it_is_and_is_small(served: Started, tmp_path: Path) -> None:
-    watch = watched(served)
+async def test_it_tells_what_it_is_and_is_small(alone: Started, tmp_path: Path) -> None:
+    watch = watched(alone)
     description = (await anext(watch)).description
     assert description.identity.role == "detokenizer"
     assert description.model.name == "tiny"
     assert description.model.tokenizer_digest == tokenizer_digest(tmp_path / "tiny")
-    assert "torch" not in served.modules() and "nixl" not in served.modules()
-    assert served.resident_mib() < 120
+    assert "torch" not in alone.modules() and "nixl" not in alone.modules()
+    assert alone.resident_mib() < 120

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.router.workers.clients import TokenizerClient
@@ -20,13 +22,29 @@ from tests.services.tokenizer.made_tokenizers import TEXTS, id_of, made
 from tests.services.tokenizer.model_folders import write_folder
 from tests.services.tokenizer.started import PATIENCE_S, Started, exit_of, started
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 INVALID = types_pb2.ERROR_REASON_INVALID_ARGUMENT
 
 
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Started]:
-    folder = write_folder(tmp_path / "tiny", bos_token="<s>", eos_token="</s>")
-    async with started("tokenizer", folder, "--max-input-bytes", "4096") as process:
+@asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Started]:
+    model = write_folder(folder / "tiny", bos_token="<s>", eos_token="</s>")
+    async with started("tokenizer", model, "--max-input-bytes", "4096") as process:
+        yield process
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def alone(tmp_path: Path) -> AsyncIterator[Started]:
+    """A process of one test."""
+    async with serving(tmp_path) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Started]:
+    """A process of all tests."""
+    async with serving(tmp_path_factory.mktemp("model")) as process:
         yield process
 
 
@@ -131,13 +149,13 @@ async def test_too_large_a_batch_is_refused(served: Started) -> None:
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_it_tells_what_it_is(served: Started, tmp_path: Path) -> None:
-    described = await TokenizerStub(served.channel).Describe(pb.DescribeRequest())
+async def test_it_tells_what_it_is(alone: Started, tmp_path: Path) -> None:
+    described = await TokenizerStub(alone.channel).Describe(pb.DescribeRequest())
     assert described.identity.role == "tokenizer"
     assert (described.model, described.has_chat_template) == ("tiny", True)
     assert described.vocab_size == made("byte_level").get_vocab_size()
     assert described.tokenizer_digest == tokenizer_digest(tmp_path / "tiny")
-    watch = aiter(worker_pb2_grpc.WorkerStub(served.channel).Watch(worker_pb2.WatchRequest()))
+    watch = aiter(worker_pb2_grpc.WorkerStub(alone.channel).Watch(worker_pb2.WatchRequest()))
     first = await anext(watch)
     assert first.description.identity == described.identity
     assert first.description.model.tokenizer_digest == described.tokenizer_digest
@@ -145,24 +163,24 @@ async def test_it_tells_what_it_is(served: Started, tmp_path: Path) -> None:
     assert second.load.state == worker_pb2.WORKER_STATE_SERVING
 
 
-async def test_sigterm_lets_running_inputs_end(served: Started) -> None:
+async def test_sigterm_lets_running_inputs_end(alone: Started) -> None:
     inputs = [pb.EncodeInput(text=" ".join(TEXTS)[:1000] * 4)] * 256
     request = pb.EncodeRequest(inputs=inputs)
-    call = asyncio.ensure_future(TokenizerStub(served.channel).Encode(request))
+    call = asyncio.ensure_future(TokenizerStub(alone.channel).Encode(request))
     # A call that has arrived and was not begun is lost to gRPC's own end, and asked for elsewhere.
-    async for told in worker_pb2_grpc.WorkerStub(served.channel).Watch(worker_pb2.WatchRequest()):
+    async for told in worker_pb2_grpc.WorkerStub(alone.channel).Watch(worker_pb2.WatchRequest()):
         if told.load.waiting_sequences or call.done():
             break
-    served.terminate()
+    alone.terminate()
     answer = await call
     assert len(answer.outputs) == 256 and all(output.token_ids for output in answer.outputs)
-    assert await served.exit_code() == 0
+    assert await alone.exit_code() == 0
 
 
-async def test_it_is_small(served: Started) -> None:
-    await TokenizerStub(served.channel).Encode(pb.EncodeRequest(inputs=[chat("hello")]))
-    assert "torch" not in served.modules() and "nixl" not in served.modules()
-    assert served.resident_mib() < 250
+async def test_it_is_small(alone: Started) -> None:
+    await TokenizerStub(alone.channel).Encode(pb.EncodeRequest(inputs=[chat("hello")]))
+    assert "torch" not in alone.modules() and "nixl" not in alone.modules()
+    assert alone.resident_mib() < 250
 
 
 @pytest.mark.deep
