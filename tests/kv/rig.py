@@ -14,7 +14,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 
 from batonlm.core.handover.table import LIMITS, State, StateLimit
 from batonlm.core.request.attempt import ChoiceTokens, SequenceKey
@@ -188,6 +187,8 @@ def device_memory(num_bytes: int) -> StagingMemory:
     if not nixl.available():
         pytest.skip("NIXL is not installed")
     pytest.importorskip("triton")
+    import torch
+
     from batonlm.engine.kv.staging import DeviceStaging
     from tests.engine.devices import reason_against_interpreter
 

@@ -105,7 +105,7 @@ async def test_a_read_that_hangs_keeps_its_buffer_and_the_rest_go_on(
     faults = FaultInjector(FaultSpec())
     async with rig("device", num_buffers=8, receiver_faults=faults) as world:
         await world.receiver.meet(world.sender.identity)
-        faults.arm(parse("drop@transport.read:at=1,seconds=5"))
+        faults.arm(parse("drop@transport.read:at=1,seconds=3"))
         offer, pool = world.offer(POSITIONS), Pool()
         world.compute(offer)
         with monkeypatch.context() as patch, pytest.raises(HandoverFailed, match="could not be"):

@@ -152,10 +152,10 @@ async def test_the_stream_breaks(stage: str, transport: str) -> None:
     ("state", "stage"),
     [
         (SenderState.OPENED, "opened"),
-        (SenderState.ANNOUNCED, "reserving"),
+        pytest.param(SenderState.ANNOUNCED, "reserving", marks=pytest.mark.deep),
         (SenderState.GIVING, "waiting for token 0"),
         (ReceiverState.OPENING, "opened"),
-        (ReceiverState.RESERVING, "reserving"),
+        pytest.param(ReceiverState.RESERVING, "reserving", marks=pytest.mark.deep),
         (ReceiverState.TAKING, "waiting for token 0"),
     ],
 )
@@ -170,7 +170,7 @@ async def test_every_states_deadline_ends_both_sides(state: State, stage: str) -
         assert isinstance(outcome.error, DeadlineExceeded)
 
 
-@pytest.mark.parametrize("whose", ["sender", "receiver"])
+@pytest.mark.parametrize("whose", [pytest.param("sender", marks=pytest.mark.deep), "receiver"])
 async def test_the_deadline_of_the_whole_ends_both_sides(whose: str) -> None:
     async with rig() as world:
         await world.receiver.meet(world.sender.identity)
