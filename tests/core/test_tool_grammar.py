@@ -226,8 +226,17 @@ PERSON = {
 """It begins as calls do."""
 
 
-@pytest.mark.parametrize("with_markers", [False, True], ids=["letters", "tokens"])
-@pytest.mark.parametrize("reasoning", [None, "think", "think left open"])
+@pytest.mark.parametrize(
+    ("reasoning", "with_markers"),
+    [
+        (None, False),
+        ("think left open", True),
+        pytest.param(None, True, marks=pytest.mark.deep),
+        pytest.param("think", False, marks=pytest.mark.deep),
+        pytest.param("think", True, marks=pytest.mark.deep),
+        pytest.param("think left open", False, marks=pytest.mark.deep),
+    ],
+)
 @pytest.mark.parametrize("form", sorted(TOOL_FORMATS))
 def test_an_answer_of_a_schema_or_calls(
     form: str, reasoning: str | None, with_markers: bool
