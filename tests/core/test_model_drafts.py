@@ -132,6 +132,16 @@ def test_drafts_that_take_long_to_verify_are_not_computed() -> None:
     assert sum(pool.step(Prices(4, 0.010, 0.0020))) <= 4
 
 
+def test_where_there_is_room_for_few_drafts_as_many_sequences_have_one() -> None:
+    guesser = Guesser(BLOCK_SIZE, seconds=flat(0.001))
+    pool = Pool(ModelDrafter(guesser), guesser, 16, 30, 900)
+    found = [pool.step(Prices(16, 0.100, 0.0001, room=8)) for _ in range(20)]
+    assert all(sum(counts) == 8 and max(counts) == 1 for counts in found)
+    assert len(guesser.calls) == len(found)
+    # More than one each.
+    assert all(sum(pool.step(Prices(16, 0.100, 0.0001, room=24))) == 24 for _ in range(3))
+
+
 def test_what_does_not_pay_is_tried_now_and_then_with_a_few() -> None:
     guesser = Guesser(BLOCK_SIZE, seconds=flat(0.050))
     pool = Pool(ModelDrafter(guesser), guesser, 16, 30, 3000)

@@ -55,6 +55,8 @@ class Prices(NamedTuple):
     """Seconds of each draft in it."""
     within_s: float = inf
     """Seconds that finding drafts may take."""
+    room: int = 1 << 30
+    """How many drafts it can have."""
 
 
 class Draft(NamedTuple):

@@ -136,6 +136,11 @@ class _Balance:
     behind_s: float = 0.0
     """What computing positions of sequences that were behind took, which gains something later."""
 
+    @property
+    def room(self) -> int:
+        """For so many more drafts."""
+        return max(0, self.prices.room - self.drafts)
+
     def has_time(self, seconds: float) -> bool:
         """Whether finding drafts may take so much longer."""
         return self.behind_s + self.drafting_s + seconds <= self.prices.within_s
@@ -295,6 +300,8 @@ class ModelDrafter:
         balance = _Balance(prices)
         able = [row for row in rows if self._is_able(row)]
         rows = [row for row in able if self._goes_on(row, 1.0, balance)]
+        if len(rows) > prices.room:
+            rows = sorted(rows, key=lambda row: (_missing(row) > _NEAR, -row.hope))[: prices.room]
         seconds = self._cost.of(len(rows))
         if rows and not (seconds and prices.step_s) and balance.has_time(0.0):
             return rows, _FIRST_ROUNDS
@@ -312,8 +319,10 @@ class ModelDrafter:
         whatever it takes."""
         if tried:
             has_time = balance.has_time(self._cost.of(len(live)))
-            return [one for one in live if has_time and self._is_able(one[0])]
+            return [one for one in live if has_time and self._is_able(one[0])][: balance.room]
         live = [one for one in live if self._goes_on(*one, balance)]
+        if len(live) > balance.room:
+            live = sorted(live, key=lambda one: -one[1])[: balance.room]
         worth = sum(worth * row.hope for row, worth in live)
         seconds = self._cost.of(len(live))
         return live if live and balance.pays(worth, len(live), seconds) else []

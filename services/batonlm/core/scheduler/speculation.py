@@ -121,7 +121,7 @@ class Speculation:
                 most = self._room_for(one, most, blocks_to_keep)
             if most > 0:
                 wishes.append(_wish(one, most))
-        prices = Prices(len(rows), step_s, draft_s, within_s)
+        prices = Prices(len(rows), step_s, draft_s, within_s, room)
         drafts = self._drafter.draft(wishes, prices)
         self.drafting_s = self._drafter.seconds
         self._cost.found(len(rows), self.drafting_s - self._drafter.behind_s)
