@@ -15,6 +15,10 @@ DEV_LOCK := deploy/locks/dev.txt
 TEST_PROCESSES ?= 2
 TOGETHER = -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
+# Compiled modules are kept, also where the environment says otherwise, as in many images: without them every process
+# that tests, and every Baton that a test starts, compiles hundreds of files again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests of the chart that need helm and no cluster, which have nothing to share.
 CHARTS = $(addprefix tests/k8s/test_chart_,render.py refusals.py package.py)
 
