@@ -11,6 +11,7 @@ import itertools
 import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -222,7 +223,9 @@ class Scripted:
                         tokens += len(delta.token_ids)
                         yield delta
                 if self.failure is not None:
-                    raise self.failure
+                    # The traceback of the one that is kept here would keep the server's objects,
+                    # which it waits for when it closes.
+                    raise copy(self.failure)
                 if self.hold:
                     await self.release.wait()
             yield Finished(len(ids), tokens, len(ids) // 2, self.stages)
