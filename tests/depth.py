@@ -40,7 +40,7 @@ idle beside thousands of others. By default that is true of their longest, too."
 
 
 def examples(count: int) -> int:
-    """Of a state machine."""
+    """Of a state machine, or of another property that many examples show."""
     return count if DEEP else max(5, count // SHARE)
 
 

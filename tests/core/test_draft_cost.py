@@ -71,7 +71,9 @@ def best(work: StepWork, cost: Seconds, right: float) -> float:
 
 
 @pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS)
-@pytest.mark.parametrize("num_rows", [1, 4, 16, 32])
+@pytest.mark.parametrize(
+    "num_rows", [1, 4, *(pytest.param(many, marks=pytest.mark.deep) for many in (16, 32))]
+)
 def test_drafts_of_known_odds_gain_most_of_what_there_is_to_gain(
     cost: Seconds, num_rows: int
 ) -> None:

@@ -29,11 +29,11 @@ NUM_BUFFERS = 4
 POSITIONS = 3 * POSITIONS_PER_BUFFER
 DAMAGE = (
     "corrupt@sender.sealed:part=payload,at=2",
-    "corrupt@receiver.read:part=payload,at=2",
+    pytest.param("corrupt@receiver.read:part=payload,at=2", marks=pytest.mark.deep),
     "replay@sender.sealed:part=payload,at=2",
-    "swap@transport.read:at=2",
+    pytest.param("swap@transport.read:at=2", marks=pytest.mark.deep),
     "truncate@transport.read:at=2",
-    "swap@sender.told:at=2",
+    pytest.param("swap@sender.told:at=2", marks=pytest.mark.deep),
 )
 
 

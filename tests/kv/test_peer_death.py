@@ -105,7 +105,7 @@ async def has(pool: Pool, positions: int) -> None:
     await until(lambda: len(pool.kv) == positions)
 
 
-@pytest.mark.parametrize("transport", ["loopback", "nixl"])
+@pytest.mark.parametrize("transport", [pytest.param("loopback", marks=pytest.mark.deep), "nixl"])
 async def test_a_killed_sender_fails_the_hand_over_and_its_successor_serves(transport: str) -> None:
     async with world(transport) as here:
         ticket, pool = await here.offer(100, finished=60), Pool()

@@ -106,6 +106,7 @@ SLOWER = (
             16,
             811.7,
             id="405B on two machines of eight",
+            marks=pytest.mark.deep,
         ),
     ],
 )

@@ -37,6 +37,7 @@ from batonlm.detokenizer.text import DetokenizeOptions, StreamedText
 from batonlm.detokenizer.vocabulary import Vocabulary
 from batonlm.tokenizer.chat import ChatTemplate, Sandbox
 from batonlm.tokenizer.renderers import Setup
+from tests import depth
 from tests.core.answer_reading import Read, read
 from tests.core.marker_tokens import follows, marker_ids, tokens
 from tests.services.tokenizer.family_templates import FAMILIES, Family
@@ -176,11 +177,11 @@ def test_every_cut_between_bytes_gives_the_same(name: str) -> None:
     whole = found_in(name, [text], is_open)
     assert len(whole.calls) == min(3, family.most_calls)
     assert found_in(name, pieces_of(data, range(len(data))), is_open) == whole
-    for end in range(1, len(data)):
+    for end in range(1, len(data), 1 if depth.DEEP else depth.SHARE):
         assert found_in(name, pieces_of(data, [end]), is_open) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=depth.examples(300), deadline=None)
 @given(data=st.data(), name=st.sampled_from(list(FAMILIES)))
 def test_any_cut_of_any_text_gives_the_same(data: st.DataObject, name: str) -> None:
     """Also of answers that are cut off, and of markers in a wrong order."""
