@@ -27,7 +27,7 @@ from batonlm.v1.tokenizer_pb2_grpc import TokenizerStub
 from tests.receiver import Received, Receiver, receiver
 from tests.services.tokenizer.started import started
 from tests.services.worker.pair import PATIENCE_S, attempt
-from tests.services.worker.processes import worker
+from tests.services.worker.processes import LOOPBACK, worker
 from tests.services.worker.router_end import RouterEnd
 
 MODEL = Path(str(files("batonlm"))) / "models" / "baton-tiny"
@@ -87,7 +87,7 @@ async def test_detokenizer(exported: Receiver) -> None:
 
 @pytest.mark.deep
 async def test_prefill(exported: Receiver) -> None:
-    flags = ("--otlp-endpoint", exported.endpoint)
+    flags = ("--otlp-endpoint", exported.endpoint, *LOOPBACK)
     async with worker("batonlm.prefill", MODEL, *flags) as process:
         run = prefill_pb2.RunRequest(attempt=attempt_to_proto(one()))
         await PrefillStub(process.channel).Run(run)
@@ -101,7 +101,7 @@ async def test_prefill(exported: Receiver) -> None:
 
 @pytest.mark.deep
 async def test_decode(exported: Receiver) -> None:
-    flags = ("--otlp-endpoint", exported.endpoint)
+    flags = ("--otlp-endpoint", exported.endpoint, *LOOPBACK)
     async with worker("batonlm.decode", MODEL, *flags) as process:
         router = RouterEnd(DecodeStub(process.channel), process.identity, process.identity)
         await router.connect()

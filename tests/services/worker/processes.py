@@ -25,6 +25,9 @@ from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests import leaks
 from tests.services.worker.pair import PATIENCE_S
 
+LOOPBACK = ("--transport", "loopback")
+"""For fake workers whose KV may move without NIXL, which loads torch: two seconds of a core."""
+
 
 @dataclass
 class Process:

@@ -21,7 +21,7 @@ from batonlm.transfer.stream import TransferAborted
 from batonlm.v1.decode_pb2_grpc import DecodeStub
 from batonlm.v1.handover_pb2 import OpenHandover
 from tests.services.worker.pair import BUFFER_BYTES, attempt, new_id, pair, reference
-from tests.services.worker.processes import Process, metrics_of, run_on, worker
+from tests.services.worker.processes import LOOPBACK, Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 pytestmark = [
@@ -153,7 +153,7 @@ async def test_a_worker_whose_queue_is_full_collects_nothing(workers: Workers) -
     first, second = turns(3)
     full = {"BATON_TEST_CONSTANTS": "batonlm.worker.options.MAX_WAITING=0"}
     async with (
-        worker("batonlm.decode", workers.folder, environment=full) as needs_it,
+        worker("batonlm.decode", workers.folder, *LOOPBACK, environment=full) as needs_it,
         connected(workers.has_it) as there,
         connected(needs_it) as here,
     ):

@@ -19,7 +19,7 @@ from batonlm.cli.ports import free_ports
 from batonlm.v1 import worker_pb2
 from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests.services.worker.pair import PATIENCE_S
-from tests.services.worker.processes import becomes, metrics_of, worker
+from tests.services.worker.processes import LOOPBACK, becomes, metrics_of, worker
 
 NAMES = ("", "startup", "baton.v1.Prefill")
 
@@ -31,7 +31,7 @@ async def loading(
     health = f"127.0.0.1:{free_ports(1)[0]}"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.services.worker.loading_prefill"),
-        *("--model", str(folder), "--listen", listen),
+        *("--model", str(folder), "--listen", listen, *LOOPBACK),
         *("--health-listen", health, "--metrics-listen", "127.0.0.1:0"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -113,7 +113,7 @@ async def test_a_port_in_use_is_refused_before_the_model_loads(tmp_path: Path) -
 
 @pytest.mark.deep
 async def test_one_that_stands_by_is_ready_and_says_so(tmp_path: Path) -> None:
-    async with worker("batonlm.decode", tmp_path, "--standby", "true") as standby:
+    async with worker("batonlm.decode", tmp_path, "--standby", "true", *LOOPBACK) as standby:
         watch = WorkerStub(standby.channel).Watch(worker_pb2.WatchRequest())
         first: Any = await watch.read()
         watch.cancel()

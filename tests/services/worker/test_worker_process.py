@@ -25,7 +25,7 @@ from batonlm.v1.worker_pb2_grpc import WorkerStub
 from tests import leaks
 from tests.core.cache_replica import CacheReplica, hashes
 from tests.services.worker.pair import PATIENCE_S, attempt, keys_of, new_id, reference, until
-from tests.services.worker.processes import Process, metrics_of, run_on, worker
+from tests.services.worker.processes import LOOPBACK, Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
 
 STAGES = {
@@ -190,7 +190,7 @@ async def test_two_that_do_not_fit_say_so_on_both_sides(tmp_path: Path) -> None:
     """With what differs; and decode can still compute the prompt itself."""
     one, again = attempt(), attempt(number=1)
     module, pipe = "tests.services.worker.other_decode", asyncio.subprocess.PIPE
-    warnings = ("--log-level", "warning")
+    warnings = ("--log-level", "warning", *LOOPBACK)
     async with (
         worker("batonlm.prefill", tmp_path, *warnings, stderr=pipe) as prefill,
         worker(module, tmp_path, *warnings, stderr=pipe) as decode,
@@ -236,9 +236,11 @@ def holds_only(process: Process, wanted: dict[str, float]) -> None:
 async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
     """So that the check after every other test is known to see one."""
     one = attempt()
-    async with worker("batonlm.prefill", tmp_path) as prefill:
+    async with worker("batonlm.prefill", tmp_path, *LOOPBACK) as prefill:
         with pytest.raises(AssertionError, match=r"still holds \{'buffers': 1.0\}"):
-            async with worker("tests.services.worker.leaking_decode", tmp_path) as decode:
+            async with worker(
+                "tests.services.worker.leaking_decode", tmp_path, *LOOPBACK
+            ) as decode:
                 end = RouterEnd(DecodeStub(decode.channel), decode.identity, prefill.identity)
                 await end.connect()
                 handover_id = new_id()
@@ -253,7 +255,7 @@ async def test_a_buffer_that_leaks_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 async def test_an_engine_that_breaks_ends_the_process(tmp_path: Path) -> None:
-    async with worker("tests.services.worker.breaking_decode", tmp_path) as decode:
+    async with worker("tests.services.worker.breaking_decode", tmp_path, *LOOPBACK) as decode:
         end = RouterEnd(DecodeStub(decode.channel), decode.identity, decode.identity)
         await end.connect()
         await end.start(attempt(size=20))

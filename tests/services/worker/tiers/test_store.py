@@ -12,7 +12,6 @@ import pytest
 
 from batonlm.core.errors import InvalidArgument
 from batonlm.core.kvcache.prefix import UnitName
-from batonlm.transfer import nixl
 from batonlm.worker.tiers.store import StoreTier
 from tests.registry import seaweed
 from tests.registry.seaweed import BUCKET, ObjectStore
@@ -27,8 +26,6 @@ from tests.services.worker.tiers.test_tiers import (
     restored,
     until,
 )
-
-processes = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +126,6 @@ def test_a_url_that_is_none_is_refused() -> None:
     assert caught.value.field == "prefix_store"
 
 
-@processes
 @pytest.mark.parametrize("place", ["s3", pytest.param("folder", marks=pytest.mark.deep)])
 async def test_a_worker_begins_with_what_another_one_left(
     tmp_path: Path, store: ObjectStore, place: str
@@ -154,7 +150,6 @@ async def test_a_worker_begins_with_what_another_one_left(
         assert await answered(at_other, stranger) == 0
 
 
-@processes
 @pytest.mark.deep
 async def test_the_store_is_gone_under_load(tmp_path: Path) -> None:
     folder = tmp_path / "seaweed"

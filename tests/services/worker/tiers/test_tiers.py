@@ -15,13 +15,10 @@ import pytest_asyncio
 from batonlm.core.kvcache.prefix import Prefix, unit_names
 from batonlm.core.request.attempt import Attempt
 from batonlm.rpc.model_folder import tokenizer_digest
-from batonlm.transfer import nixl
 from batonlm.v1.decode_pb2_grpc import DecodeStub
 from tests.services.worker.pair import PATIENCE_S, attempt, new_id, reference
-from tests.services.worker.processes import Process, metrics_of, run_on, worker
+from tests.services.worker.processes import LOOPBACK, Process, metrics_of, run_on, worker
 from tests.services.worker.router_end import RouterEnd
-
-pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
 
 SMALL_POOL = {"BATON_TEST_CONSTANTS": "__main__.FAKE_BLOCKS=64"}
 """1024 positions: two conversations do not fit."""
@@ -52,6 +49,7 @@ async def decode(
     async with worker(
         "batonlm.decode",
         folder,
+        *LOOPBACK,
         *ALWAYS,
         *flags,
         environment={**SMALL_POOL, **environment},
@@ -239,11 +237,11 @@ async def test_a_disk_that_is_full_stops_nothing(tmp_path: Path) -> None:
 
 
 async def test_prefill_restores_and_hands_over(tmp_path: Path) -> None:
-    flags = ("--prefix-host-mib", "8", *ALWAYS)
+    flags = ("--prefix-host-mib", "8", *ALWAYS, *LOOPBACK)
     first = conversation(1)
     async with (
         worker("batonlm.prefill", tmp_path, *flags, environment=SMALL_POOL) as prefill,
-        worker("batonlm.decode", tmp_path) as needs_it,
+        worker("batonlm.decode", tmp_path, *LOOPBACK) as needs_it,
     ):
         end = RouterEnd(DecodeStub(needs_it.channel), needs_it.identity, prefill.identity)
         await end.connect()

@@ -11,16 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from batonlm.core.request.attempt import Attempt
-from batonlm.transfer import nixl
 from batonlm.v1.decode_pb2_grpc import DecodeStub
 from tests import depth
 from tests.greedy import greedy_tokens
 from tests.services.worker.pair import attempt
-from tests.services.worker.processes import worker
+from tests.services.worker.processes import LOOPBACK, worker
 from tests.services.worker.router_end import RouterEnd
 from tests.services.worker.tiers.test_tiers import ALWAYS, UNIT, again, answer_of, restored, until
-
-pytestmark = pytest.mark.skipif(not nixl.available(), reason="no NIXL here")
 
 BUNDLED = Path(__file__).parents[4] / "services/batonlm/models/baton-tiny"
 torch.set_num_threads(1)
@@ -41,6 +38,7 @@ async def test_tokens_are_those_of_the_reference(tmp_path: Path) -> None:
         *("--prefix-disk-folder", str(tmp_path), *ALWAYS),
         *("--threads", "1", "--max-running", "4", "--max-model-len", "512"),
         *("--kv-memory-mib", "3"),
+        *LOOPBACK,
     )
 
     async def check(end: RouterEnd, one: Attempt) -> int:
