@@ -219,7 +219,7 @@ bench-tracing: install ## Measure what tracing and metrics cost (about a quarter
 	@$(FIGURES) tracing
 
 chaos: install ## Kill, stop, cut off and restart processes under load, and count (about an hour)
-	@$(FIGURES) chaos-kills chaos-routers chaos-routers-one chaos-partitions chaos-rolling chaos-slow-links chaos-tiers chaos-hang
+	@$(FIGURES) chaos-kills chaos-routers chaos-partitions chaos-rolling chaos-slow-links chaos-tiers chaos-hang
 
 reliability: chaos bench-router ## Every figure of docs/reliability.md again
 

@@ -112,10 +112,7 @@ FIGURES = {
     ),
     "chaos-kills": Figure("chaos run --schedule kills --seed 2 --streams 1000"),
     "chaos-routers": Figure(
-        "chaos run --schedule routers --streams 1000 --down 2 --concurrency 10"
-    ),
-    "chaos-routers-one": Figure(
-        "chaos run --schedule routers --streams 1000 --down 1 --concurrency 6"
+        "chaos run --schedule routers --streams 1150 --down 2 --concurrency 10"
     ),
     "chaos-partitions": Figure("chaos run --schedule partitions"),
     "chaos-rolling": Figure("chaos run --schedule rolling"),
