@@ -88,11 +88,12 @@ FIGURES = {
     "states": Figure("bench states --shape tiny-hybrid --prompts 512 --threads 1", plot=True),
     "speculation": Figure(
         "bench speculation --threads 1 --cpu-time --shape {LARGER} --own "
-        "--draft-model services/batonlm/models/baton-tiny --rounds 1 --output-tokens 96",
+        "--draft-model services/batonlm/models/baton-tiny --rounds 3 --output-tokens 96",
         takes=("LARGER",),
     ),
     "speculation-known": Figure(
-        "bench speculation --threads 1 --cpu-time --prompt-tokens 256 --output-tokens 128"
+        "bench speculation --threads 1 --cpu-time --texts 'other text' --batches 32 "
+        "--prompt-tokens 192 --output-tokens 128"
     ),
     "tokens": Figure("bench tokens", plot=True),
     "grammar": Figure("bench grammar", plot=True),
