@@ -285,6 +285,8 @@ async def test_closing_ends_a_stream_that_could_go_on(
     await (asyncio.to_thread(leave) if blocking else leave_too())
     async with asyncio.timeout(120):
         await frontend.closed.wait()
+        # What runs it has closed it, and ends.
+        await asyncio.gather(*frontend.tasks, return_exceptions=True)
     assert not frontend.tasks
 
 

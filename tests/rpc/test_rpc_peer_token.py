@@ -38,8 +38,12 @@ async def serving(token: str = TOKEN, *, public: bool = False) -> AsyncIterator[
 
 
 async def is_refused(channel: grpc.aio.Channel, method: str) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(channel, method, b"a")
+    for _ in range(10):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(channel, method, b"a")
+        # Where a write meets the refusal, grpc.aio says this in its place: see `calls.abandon`.
+        if caught.value.details() != "Internal error from Core":
+            break
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert isinstance(from_rpc_error(caught.value), Unauthenticated)
     assert TOKEN not in str(caught.value)
