@@ -129,13 +129,7 @@ class ResponsesRoute(GeneratingRoute):
         for stored in await self.store.chain(tenant.name, response_id):
             if _runs(stored):
                 raise wrong(name, f"must be of a response that is over, and {response_id} runs")
-            output = _output(stored)
-            own_size = _items_size(stored, output)
-            size += own_size
-            if size > MAX_HISTORY_BYTES:
-                raise wrong(name, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
-            holding.grow(own_size)
-            items = _items(stored, output)
+            items, size = _items(stored, size, holding, name)
             count += len(items)
             if count > MAX_MESSAGES:
                 raise wrong(name, f"must be of at most {MAX_MESSAGES} items")
@@ -161,13 +155,7 @@ class ResponsesRoute(GeneratingRoute):
                 stored = await self.store.get(tenant.name, response_id)
                 items: list[Json] = []
                 if stored is not None:
-                    output = _output(stored)
-                    own_size = _items_size(stored, output)
-                    size += own_size
-                    if size > MAX_HISTORY_BYTES:
-                        raise wrong(where, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
-                    holding.grow(own_size)
-                    items = _items(stored, output)
+                    items, size = _items(stored, size, holding, where)
                 responses[response_id] = {each["id"]: each for each in items}
             referenced = responses[response_id].get(item["id"])
             if referenced is None:
@@ -421,18 +409,19 @@ def _document(stored: StoredResponse) -> bytes:
     return encode(document | {"status": "failed", "error": error})
 
 
-def _output(stored: StoredResponse) -> msgspec.Raw:
-    return msgspec.json.decode(stored.response, type=_Output).output
-
-
-def _items(stored: StoredResponse, output: msgspec.Raw) -> list[Json]:
-    """Returns the items of a response's own input and of its output."""
-    own: list[Json] = msgspec.json.decode(stored.items)
+def _items(
+    stored: StoredResponse, size: int, holding: Holding, where: str
+) -> tuple[list[Json], int]:
+    """Returns the items of a response's own input and of its output, and the bytes that all items
+    have with these, of `size` before. The rest of the response, such as its tools, is no part of
+    what follows it. Raises InvalidArgument for `where` if they are too many, and what `holding`
+    does."""
+    output = msgspec.json.decode(stored.response, type=_Output).output
+    own_size = len(stored.items) + len(memoryview(output))
+    size += own_size
+    if size > MAX_HISTORY_BYTES:
+        raise wrong(where, f"must be of at most {MAX_HISTORY_BYTES} bytes of items")
+    holding.grow(own_size)
+    given: list[Json] = msgspec.json.decode(stored.items)
     made: list[Json] = msgspec.json.decode(output)
-    return own + made
-
-
-def _items_size(stored: StoredResponse, output: msgspec.Raw) -> int:
-    """Returns the bytes of these items. The rest of the response, such as its tools, is no part of
-    what follows it."""
-    return len(stored.items) + len(memoryview(output))
+    return given + made, size
